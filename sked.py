@@ -43,7 +43,7 @@ REQUEST_SECONDS = 30.0  # longer than the API server takes for anything but a wa
 WATCH_SECONDS = 240  # the server ends a quiet watch, just before with a bookmark
 PROBE_SECONDS = 10  # the first watch after a failure is short, to see whether the server still knows where we are
 TOKEN_SECONDS = 10.0  # between two looks at the token, which a file or a plugin may renew
-PAGE_ITEMS = 250  # of a list, so that no answer is large
+PAGE_ITEMS = 100  # of a list, so that no answer is large
 WORKERS = 4  # they hide the API's latency; more would only compete for the interpreter
 GATHER_SECONDS = 1.0  # changes of pods are gathered, and a status is written at most this often
 SETTLE_SECONDS = 10.0  # a scheduler that cannot attach is Ready for 2 s at every try; one that stays up this long has attached
@@ -143,7 +143,7 @@ class Api:
             message = json.loads(text)["message"]
         except (ValueError, KeyError, TypeError):
             message = f"{response.status} {response.reason} {text[:200]}".strip()
-        raise ApiError(response.status, message, float(retry_after) if retry_after.isdigit() else 0.0)
+        raise ApiError(response.status, message, min(float(retry_after), 60.0) if retry_after.isdigit() else 0.0)
 
     @contextlib.contextmanager
     def errors(self) -> Iterator[None]:
@@ -183,11 +183,12 @@ class Reflector:
         return self.put(key_of(obj), int(obj["metadata"]["resourceVersion"]), obj, tell=False)
 
     def put(self, key: Key, version: int, obj: dict | None, live: bool = True, tell: bool = True) -> Any:
-        """Keep what is needed of obj, or nothing if it is None. What comes live, not in a list, may be older than what is there."""
+        """Keep what is needed of obj, or nothing if it is None. What comes live, not in a list, may be older than what is there,
+        and the answer to a write older than what the watch has seen: it may be gone already."""
         with self.lock:
             old = self.items.get(key)
-            if live and version <= self.versions.get(key, -1):
-                return old
+            if live and version <= self.versions.get(key, -1 if tell else int(self.version or 0)):
+                return old or obj and self.keep(obj, None, live)
             new = self.keep(obj, old, live) if obj else None
             for group in self.groups_of(old) if old else ():
                 del self.groups[group][key]
@@ -232,10 +233,9 @@ class Reflector:
         """One event of a watch."""
         if kind == "ERROR":
             raise ApiError(obj.get("code", 0), obj.get("message", "the watch failed"))
-        version = obj["metadata"]["resourceVersion"]
+        self.version, self.failures = obj["metadata"]["resourceVersion"], 0
         if kind != "BOOKMARK":
-            self.put(key_of(obj), int(version), None if kind == "DELETED" else obj)
-        self.version, self.failures = version, 0
+            self.put(key_of(obj), int(self.version), None if kind == "DELETED" else obj)
 
     def list(self) -> None:
         seen, query = set(), self.query | {"limit": PAGE_ITEMS}
@@ -246,8 +246,8 @@ class Reflector:
                 seen.add(key_of(obj))
                 self.put(key_of(obj), int(obj["metadata"]["resourceVersion"]), obj, live=False)
             query["continue"] = page["metadata"].get("continue", "")
-        self.sweep(seen)
         self.version = page["metadata"]["resourceVersion"]
+        self.sweep(seen)
         self.synced.set()
 
     def sweep(self, seen: set[Key]) -> None:
@@ -355,6 +355,7 @@ class Memory:
     wrote = -math.inf  # when something was written for it last
     told = ""  # reason of the event sent last
     overruled: tuple | None = None  # a patch that changed nothing, and the generation it met
+    had_pods: float | None = None  # when it had a pod last
 
 
 class Operator:
@@ -373,8 +374,8 @@ class Operator:
         self.pods = watched("pods", PODS, keep_pod, self.pod_changed, lambda p: (p.owner, p.node), labelSelector=ours)
         self.reflectors = self.schedexts, self.daemonsets, self.pods
 
-    def run(self) -> None:
-        """Work until stop is set."""
+    def run(self) -> bool:
+        """Work until stop is set; whether all work has ended then."""
         for reflector in self.reflectors:
             self.health.spawn(reflector.name, reflector.run)
         while not self.ready() and not self.stop.wait(0.01):
@@ -385,6 +386,7 @@ class Operator:
         self.queue.close()
         for worker in workers:
             worker.join(0.8 / WORKERS)
+        return not any(worker.is_alive() for worker in workers)
 
     def ready(self) -> bool:
         return all(reflector.synced.is_set() for reflector in self.reflectors)
@@ -408,7 +410,7 @@ class Operator:
             for loser in self.selectors():
                 if any(loser < selector for selector in selectors):
                     for schedext in self.schedexts.select(loser):
-                        self.queue.add(key_of(schedext))
+                        self.queue.add(key_of(schedext), GATHER_SECONDS)  # pools often come together, and each change restarts pods
 
     def selectors(self) -> list[Selector]:
         with self.schedexts.lock:
@@ -467,15 +469,20 @@ class Operator:
             blocked, daemonset = error, self.daemonsets.items.get(key)
         if daemonset and not controls(schedext, daemonset):
             daemonset = None
-        pods = [pod for pod in self.pods.select(key) if not pod.leaving] if daemonset else []
-        clock = time.monotonic()
-        status = build_status(schedext, daemonset, pods, self.rivals(key, pods, clock), blocked, timestamp(), clock)
-        look_again = min([self.write_status(key, schedext, status), *(pod.settles_at - clock for pod in pods if pod.settles_at > clock)])
+        clock, pods, memory = time.monotonic(), self.pods.select(key) if daemonset else [], self.memory[key]
+        if pods or memory.had_pods is None and ready_condition(schedext).get("reason") != "NodesFailing":
+            memory.had_pods = clock
+        refused = not pods and (memory.had_pods is None or clock - memory.had_pods >= SETTLE_SECONDS)
+        pods = [pod for pod in pods if not pod.leaving]
+        status = build_status(schedext, daemonset, pods, self.rivals(key, pods, clock), refused, blocked, timestamp(), clock)
+        waits = [self.write_status(key, schedext, status), *(max(pod.settles_at - clock, GATHER_SECONDS) for pod in pods if pod.settles_at > clock)]
         if blocked and blocked.look_again is None:
             raise blocked
+        if blocked:
+            waits.append(blocked.look_again)
         if status["nodes"]["desired"] and not pods:  # if there are none by then, they are refused
-            look_again = min(look_again, SETTLE_SECONDS)
-        return min(look_again, blocked.look_again) if blocked else look_again
+            waits.append(SETTLE_SECONDS)
+        return min(waits)
 
     def rivals(self, key: Key, pods: list[Pod], clock: float) -> dict[str, str]:
         """Nodes where a scheduler of this SchedExt fails and that of another SchedExt runs, and which one."""
@@ -506,7 +513,7 @@ class Operator:
         except ApiError as error:
             if error.status not in (400, 403, 422):
                 raise
-            raise Blocked("Rejected", f"the API server refused the DaemonSet: {error}", None) from None
+            raise Blocked("Rejected", f"the API server refused the DaemonSet: {str(error)[:1000]}", None) from None
 
     def create(self, key: Key, schedext: dict, want: dict, path: str) -> dict:
         have = self.daemonsets.store(self.write("POST", path, want))
@@ -533,9 +540,9 @@ class Operator:
 
     def write_status(self, key: Key, schedext: dict, status: dict) -> float:
         """Patch the status where it differs; if that is too early, seconds until it may be."""
-        before, memory = schedext["status"] or {}, self.memory[key]
-        hold = GATHER_SECONDS if before or status["nodes"]["desired"] else 5 * GATHER_SECONDS  # the DaemonSet controller may not have looked yet
-        early = memory.wrote + hold - time.monotonic()
+        before, memory, ready = schedext["status"], self.memory[key], status["conditions"][-1]
+        unseen = not before and ready["reason"] == "RollingOut" and not status["nodes"]["desired"]  # by the DaemonSet controller: worth a wait
+        early = memory.wrote + GATHER_SECONDS * (5 if unseen else 1) - time.monotonic()
         if status == before or early > 0:
             return math.inf if status == before else early
         patch = {"metadata": {"resourceVersion": schedext["metadata"]["resourceVersion"]}, "status": dict.fromkeys(before) | status}
@@ -545,7 +552,7 @@ class Operator:
             if error.status not in (404, 409):  # it went or changed: the watch brings word of it
                 raise
             return math.inf
-        memory.wrote, ready = time.monotonic(), status["conditions"][-1]
+        memory.wrote = time.monotonic()
         if ready["status"] == "True":
             memory.told = ""  # the next failure is news
         if ready["reason"] != ready_condition(schedext).get("reason"):
@@ -599,7 +606,8 @@ def check_control(schedext: dict, daemonset: dict) -> None:
     (namespace, name), meta, owner, ours = key_of(schedext), daemonset["metadata"], controller_of(daemonset), controls(schedext, daemonset)
     if "deletionTimestamp" in meta or not ours and (owner.get("kind"), owner.get("name")) == ("SchedExt", name):
         raise Blocked("RollingOut", f"waiting until the old DaemonSet {name} is gone", SETTLE_SECONDS)
-    if not ours and (owner or meta["labels"].get(LABEL) != OURS):
+    stranger = meta["labels"].get(LABEL) != OURS or daemonset["spec"]["selector"] != {"matchLabels": {"name": name}}  # which cannot be changed
+    if not ours and (owner or stranger):
         whose = f"belongs to {owner['kind']} {owner['name']}" if owner else "is not sked's"
         raise Blocked("NameTaken", f"a DaemonSet {name} exists and {whose}: give this SchedExt another name, or remove that DaemonSet "
                       f"with 'kubectl delete daemonset -n {namespace} {name}'", NAME_TAKEN_SECONDS)
@@ -610,6 +618,7 @@ def check_control(schedext: dict, daemonset: dict) -> None:
 POD_FIELDS = ("nodeSelector", "tolerations", "priorityClassName", "imagePullSecrets", "hostPID")
 CONTAINER_FIELDS = ("imagePullPolicy", "args", "env", "resources", "terminationMessagePolicy")
 DAEMONSET_FIELDS = ("updateStrategy", "minReadySeconds")
+LABELS = re.compile(r"([a-z0-9.-]{1,253}/)?[A-Za-z0-9._-]{1,63}=[A-Za-z0-9._-]{0,63}")
 
 
 def build_daemonset(schedext: dict, yields_to: Iterable[dict] = ()) -> dict:
@@ -657,9 +666,10 @@ def build_daemonset(schedext: dict, yields_to: Iterable[dict] = ()) -> dict:
 
 
 def selector_of(schedext: dict) -> Selector:
-    """The pairs of the nodeSelector; none where it is no map of strings, which the API server will refuse."""
+    """The pairs of the nodeSelector; none where one is not that of a label, for the API server will refuse it."""
     pairs = schedext["spec"].get("nodeSelector") if isinstance(schedext.get("spec"), dict) else None
-    return frozenset(pairs.items()) if isinstance(pairs, dict) and all(isinstance(v, str) for v in pairs.values()) else frozenset()
+    labels = isinstance(pairs, dict) and all(isinstance(value, str) and LABELS.fullmatch(f"{key}={value}") for key, value in pairs.items())
+    return frozenset(pairs.items()) if labels else frozenset()
 
 
 def node_affinity(mine: Selector, others: Iterable[Selector]) -> dict | None:
@@ -683,7 +693,7 @@ def node_affinity(mine: Selector, others: Iterable[Selector]) -> dict | None:
 
 # What the API server fills in where a DaemonSet is silent.
 DEFAULTS = {
-    "revisionHistoryLimit": 10, "minReadySeconds": 0, "type": "RollingUpdate", "maxUnavailable": 1, "maxSurge": 0,
+    "revisionHistoryLimit": 10, "minReadySeconds": 0, "hostPID": False, "type": "RollingUpdate", "maxUnavailable": 1, "maxSurge": 0,
     "restartPolicy": "Always", "terminationGracePeriodSeconds": 30, "dnsPolicy": "ClusterFirst", "schedulerName": "default-scheduler",
     "terminationMessagePath": "/dev/termination-log", "terminationMessagePolicy": "File", "apiVersion": "v1", "divisor": 0,
 }
@@ -702,7 +712,7 @@ def normal(value: Any, key: str = "") -> Any:
     if isinstance(image := fields.get("image"), str) and fields.get("imagePullPolicy") == default_pull_policy(image):
         del fields["imagePullPolicy"]
     return {name: field for name, field in fields.items()
-            if field is not None and field is not False and field not in ("", [], {}) and DEFAULTS.get(name) != field}
+            if field not in (None, "", [], {}) and (name not in DEFAULTS or DEFAULTS[name] != field)}
 
 
 def quantity(amount: Any) -> Any:
@@ -756,7 +766,8 @@ def identity(meta: dict) -> dict:
 
 
 def keep_schedext(obj: dict, *_: Any) -> dict:
-    return lean({"metadata": identity(obj["metadata"]), "spec": obj.get("spec"), "status": obj.get("status")})
+    status = obj.get("status")
+    return lean({"metadata": identity(obj["metadata"]), "spec": obj.get("spec"), "status": status if isinstance(status, dict) else {}})
 
 
 def keep_daemonset(obj: dict, *_: Any) -> dict:
@@ -780,7 +791,8 @@ class Pod(NamedTuple):
     owner: Key
     name: str
     node: str
-    revision: str | None  # of the DaemonSet's template
+    revision: str | None  # of the DaemonSet's template that it was made from
+    image: str
     started: str | None  # when its container came up, by the node's clock; None while it is not ready
     settles_at: float  # when it will have been up for long enough, by ours; infinite while it is not up
     reason: str  # what is wrong with it, or was before it came up again
@@ -795,11 +807,13 @@ class Pod(NamedTuple):
 def keep_pod(obj: dict, old: Pod | None, live: bool) -> Pod:
     meta, spec, status = obj["metadata"], obj["spec"], obj.get("status") or {}
     owner = next((o["name"] for o in meta.get("ownerReferences") or () if o.get("controller") and o["kind"] == "DaemonSet"), "")
-    container = (status.get("containerStatuses") or [{}])[0]
+    named = lambda containers: next((c for c in containers or () if c["name"] == "scx"), {})  # somebody may inject others
+    container = named(status.get("containerStatuses"))
     ready = any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or ())
     started = (container.get("state", {}).get("running") or {}).get("startedAt") if ready else None
     return Pod((meta["namespace"], owner), meta["name"], sys.intern(spec.get("nodeName") or target_node(spec)),
-               (meta.get("labels") or {}).get("pod-template-generation"), started, settles_at(started, old, live),
+               (meta.get("labels") or {}).get("pod-template-generation"), sys.intern(named(spec.get("containers")).get("image", "")),
+               started, settles_at(started, old, live),
                *pod_problem(meta, status, container), "deletionTimestamp" in meta)
 
 
@@ -840,14 +854,19 @@ def crash_message(meta: dict, died: dict, restarts: int) -> str:
             f"see 'kubectl logs -n {meta['namespace']} {meta['name']}{' --previous' * bool(restarts)}'")
 
 
+def conditions_of(schedext: dict) -> list[dict]:
+    """The conditions in its status, as far as they are well-formed."""
+    conditions = (schedext.get("status") or {}).get("conditions")
+    return [c for c in conditions if isinstance(c, dict) and c.get("type")] if isinstance(conditions, list) else []
+
+
 def ready_condition(schedext: dict) -> dict:
-    conditions = (schedext.get("status") or {}).get("conditions") or ()
-    return next((condition for condition in conditions if condition["type"] == "Ready"), {})
+    return next((condition for condition in conditions_of(schedext) if condition["type"] == "Ready"), {})
 
 
-def build_status(schedext: dict, daemonset: dict | None, pods: list[Pod], rivals: dict[str, str], blocked: Blocked | None,
+def build_status(schedext: dict, daemonset: dict | None, pods: list[Pod], rivals: dict[str, str], refused: bool, blocked: Blocked | None,
                  now: str, clock: float) -> dict:
-    """The status of a SchedExt whose DaemonSet and pods are these, now."""
+    """The status of a SchedExt whose DaemonSet and pods are these, now; refused: there have been no pods for too long."""
     meta, before, seen = schedext["metadata"], ready_condition(schedext), daemonset["status"] if daemonset else {}
     failures = [build_failure(pod, rivals) for pod in sorted(pods, key=lambda pod: (pod.node, pod.name)) if pod.fails(clock)]
     nodes = {
@@ -859,15 +878,14 @@ def build_status(schedext: dict, daemonset: dict | None, pods: list[Pod], rivals
     if blocked:
         reason, message = blocked.reason, str(blocked)
     else:
-        refused = not pods and before and epoch(now) - epoch(before["lastTransitionTime"]) >= SETTLE_SECONDS
         reason, message = ready_reason(schedext, daemonset, nodes, failures, pods, refused, clock)
     if reason == "NodesFailing" and not pods:
         nodes["failing"] = nodes["desired"]
     ready = {"type": "Ready", "status": "True" if reason == "AllReady" else "False", "reason": reason, "message": message,
              "observedGeneration": meta["generation"], "lastTransitionTime": now}
     if before.get("status") == ready["status"]:
-        ready["lastTransitionTime"] = before["lastTransitionTime"]
-    others = [c for c in (schedext.get("status") or {}).get("conditions") or () if c["type"] != "Ready"]
+        ready["lastTransitionTime"] = before.get("lastTransitionTime") or now
+    others = [condition for condition in conditions_of(schedext) if condition["type"] != "Ready"]
     return {"observedGeneration": meta["generation"], "nodes": nodes, "conditions": [*others, ready],
             **({"failures": failures[:MAX_FAILURES]} if failures else {})}
 
@@ -896,7 +914,8 @@ def ready_reason(schedext: dict, daemonset: dict, nodes: dict, failures: list[di
         return "NodesFailing", (f"{desired} nodes want a pod and none exists: the namespace must allow privileged pods: 'kubectl label "
                                 f"namespace {namespace} pod-security.kubernetes.io/enforce=privileged'; if it does, see "
                                 f"'kubectl describe daemonset -n {namespace} {name}'")
-    current = [pod for pod in pods if pod.revision == daemonset["revision"]]
+    image = daemonset["spec"]["template"]["spec"]["containers"][0]["image"]  # after a rollback its pods have an old revision
+    current = [pod for pod in pods if pod.revision == daemonset["revision"] or pod.image == image]
     if nodes["updated"] >= desired and sum(pod.settles_at <= clock for pod in current) >= desired:
         return "AllReady", f"running on {desired} of {desired} nodes"
     message = f"ready on {nodes['ready']} of {desired} nodes, updated on {nodes['updated']}"
@@ -933,27 +952,21 @@ class Elector:
             log.critical("the lease was not renewed in time: stopping, for another one may lead now")
             os._exit(1)
 
-    def acquire(self, stop: threading.Event) -> bool:
-        """Wait for the lease; whether it is ours."""
+    def run(self, operator: Operator) -> None:
+        """Wait for the lease, then renew it until the operator stops; exit where that fails for too long."""
         log.info("waiting for the lease as %s", self.identity)
-        fault = ""
-        while not stop.is_set():
+        while not self.leads():
+            operator.health.beat("lease", RENEW_DEADLINE_SECONDS + LEASE_SECONDS)
             try:
-                if self.take():
-                    log.info("leading")
-                    return True
-                fault = ""
+                self.take()
+                operator.report("lease", None)
             except ApiError as error:
-                if str(error) != fault:
-                    log.warning("%s; trying again", error)
-                fault = str(error)
-            stop.wait(RENEW_SECONDS / 2)
-        return False
-
-    def keep(self, stop: threading.Event, health: Health) -> None:
-        """Renew the lease until stop; exit where that fails for too long."""
-        while not stop.wait(RENEW_SECONDS):
-            health.beat("lease", 2 * RENEW_DEADLINE_SECONDS)
+                operator.report("lease", str(error))
+            if not self.leads() and operator.stop.wait(RENEW_SECONDS / 2):
+                return
+        log.info("leading")
+        while not operator.stop.wait(RENEW_SECONDS):
+            operator.health.beat("lease", RENEW_DEADLINE_SECONDS + LEASE_SECONDS)
             self.check()
             with contextlib.suppress(ApiError):
                 if not self.take():
@@ -976,8 +989,8 @@ class Elector:
         except ApiError as error:
             if error.status not in (404, 409):
                 raise
-            self.look(timeout)  # somebody changed it under our hands
-            return bool(self.lease) and self.lease["spec"].get("holderIdentity") == self.identity
+            self.look(timeout)  # somebody changed it under our hands, or deleted it
+            return leads and (not self.lease or self.lease["spec"].get("holderIdentity") == self.identity)
         self.renewed = now
         return True
 
@@ -1095,7 +1108,7 @@ def gauges(operator: Operator, leads: bool) -> dict[tuple, float]:
             found["process_resident_memory_bytes", ()] = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         found["process_open_fds", ()] = len(os.listdir("/proc/self/fd"))
     for (namespace, name), schedext in list(operator.schedexts.items.items()):
-        for state, count in ((schedext["status"] or {}).get("nodes") or {}).items():
+        for state, count in (schedext["status"].get("nodes") or {}).items():
             found["sked_schedext_nodes", (("namespace", namespace), ("name", name), ("state", state))] = count
     return found
 
@@ -1332,10 +1345,11 @@ def run(args: argparse.Namespace) -> None:
         signal.signal(number, lambda *_: operator.stop.set())
     serve(args, operator, elector.leads if elector else lambda: True)
     log.info("sked %s, for SchedExts in %s, at %s", __version__, args.namespace or "all namespaces", api.host)
-    if elector and elector.acquire(operator.stop):
-        operator.health.spawn("lease", elector.keep, operator.stop, operator.health)
-    operator.run()
     if elector:
+        operator.health.spawn("lease", elector.run, operator)
+        while not elector.leads() and not operator.stop.wait(0.05):
+            pass
+    if operator.run() and elector:
         elector.release()
     log.info("stopped")
 

@@ -1958,7 +1958,7 @@ def test_render_needs_a_file_that_is_there(capsys: pytest.CaptureFixture) -> Non
 # ---------------------------------------------------------------- node pools
 
 
-def others(*selectors: dict) -> list[dict]:
+def others(*selectors: Any) -> list[dict]:
     return [given(nodeSelector=selector) for selector in selectors]
 
 
@@ -1979,6 +1979,7 @@ def terms(mine: dict, *selectors: dict) -> list[list[tuple]] | None:
     pytest.param({"a": "1"}, [{"b": "1"}], None, id="overlapping"),
     pytest.param({"a": "1"}, [{}], None, id="the other is wider"),
     pytest.param({"a": "1"}, [{"a": "2", "b": "1"}], None, id="another value"),
+    pytest.param({}, [{"a b": "1"}, {"a": "b c"}, {"a": 1}, ["a"]], None, id="no labels, which no node can have"),
     pytest.param({}, [{"pool": "latency"}], [[("pool", ["latency"])]], id="one winner"),
     pytest.param({}, [{"pool": "b"}, {"pool": "a"}, {"pool": "a"}], [[("pool", ["a", "b"])]], id="several on one key share a list"),
     pytest.param({}, [{"a": "1"}, {"b": "2"}], [[("a", ["1"]), ("b", ["2"])]], id="on different keys"),
@@ -2057,6 +2058,7 @@ def test_what_the_server_fills_in_is_no_difference(spec: dict) -> None:
                  {"spec": {"template": {"metadata": {"labels": {"x": None, "name": "scx-rusty", "managed-by": "sked-controller"}}}}}, id="template label added"),
     pytest.param({"spec": {"template": {"spec": {"nodeSelector": {"a": ""}}}}}, {"spec": {"template": {"spec": {"nodeSelector": None}}}}, id="nodeSelector added"),
     pytest.param({"spec": {"template": {"spec": {"hostNetwork": True}}}}, {"spec": {"template": {"spec": {"hostNetwork": None}}}}, id="hostNetwork added"),
+    pytest.param({"spec": {"template": {"spec": {"hostUsers": False}}}}, {"spec": {"template": {"spec": {"hostUsers": None}}}}, id="user namespace added"),
     pytest.param({"spec": {"template": {"spec": {"restartPolicy": "Never"}}}}, {"spec": {"template": {"spec": {"restartPolicy": None}}}}, id="default changed"),
     pytest.param({"spec": {"updateStrategy": {"type": "OnDelete"}}}, {"spec": {"updateStrategy": None}}, id="strategy changed"),
     pytest.param({"metadata": {"ownerReferences": None}}, {"metadata": {"ownerReferences": daemonset("scx-rusty", "tools", "u-1")["metadata"]["ownerReferences"]}},
@@ -2086,9 +2088,10 @@ NOW, CLOCK = "2026-01-02T03:04:05Z", 1000.0
 LONG_AGO = "2026-01-01T00:00:00Z"
 
 
-def pod(node: str = "n1", settles: float = -1.0, reason: str = "", message: str = "", owner: str = "scx-rusty", revision: str = "1", started: str | None = LONG_AGO) -> sked.Pod:
+def pod(node: str = "n1", settles: float = -1.0, reason: str = "", message: str = "", owner: str = "scx-rusty", revision: str = "1", started: str | None = LONG_AGO,
+        image: str = RUSTY) -> sked.Pod:
     """A pod that settles so many seconds from now; None of them started: not up."""
-    return sked.Pod(("tools", owner), f"{owner}-{node}", node, revision, started, CLOCK + settles if started else float("inf"), reason, message, False)
+    return sked.Pod(("tools", owner), f"{owner}-{node}", node, revision, image, started, CLOCK + settles if started else float("inf"), reason, message, False)
 
 
 def seen(desired: int, updated: int | None = None, observed: int = 1, **spec: Any) -> dict:
@@ -2097,8 +2100,8 @@ def seen(desired: int, updated: int | None = None, observed: int = 1, **spec: An
                                                  "updatedNumberScheduled": desired if updated is None else updated}}
 
 
-def status(found: dict | None, pods: list[sked.Pod], before: dict | None = None, rivals: dict | None = None, blocked: Any = None) -> dict:
-    return sked.build_status({**GIVEN, "status": before}, found, pods, rivals or {}, blocked, NOW, CLOCK)
+def status(found: dict | None, pods: list[sked.Pod], before: dict | None = None, rivals: dict | None = None, refused: bool = False, blocked: Any = None) -> dict:
+    return sked.build_status({**GIVEN, "status": before}, found, pods, rivals or {}, refused, blocked, NOW, CLOCK)
 
 
 def before(status: str, reason: str, **more: Any) -> dict:
@@ -2115,7 +2118,8 @@ CRASH = {"settles": 5.0, "reason": "CrashLoopBackOff", "message": "exit code 1"}
     pytest.param(seen(2), [pod("n1"), pod("n2", settles=3)], "RollingOut", "waiting to see them stay up for 10 s", id="one has not settled"),
     pytest.param(seen(2), [pod("n1"), pod("n2", started=None)], "RollingOut", "ready on 1 of 2 nodes", id="one is not up"),
     pytest.param(seen(2, updated=1), [pod("n1"), pod("n2")], "RollingOut", "updated on 1", id="the status says one is old"),
-    pytest.param(seen(2), [pod("n1"), pod("n2", revision="0")], "RollingOut", "ready on 2 of 2", id="the pods say one is old"),
+    pytest.param(seen(2), [pod("n1"), pod("n2", revision="0", image=LAVD)], "RollingOut", "ready on 2 of 2", id="the pods say one is old"),
+    pytest.param(seen(2), [pod("n1"), pod("n2", revision="0")], "AllReady", "2 of 2", id="rolled back before it was replaced"),
     pytest.param(seen(2, updated=1, updateStrategy={"type": "OnDelete"}), [pod("n1"), pod("n2")], "RollingOut", "kubectl delete pod -n tools -l name=scx-rusty", id="OnDelete"),
     pytest.param(seen(2), [pod("n1"), pod("n2", **CRASH)], "NodesFailing", "failing on 1 of 2 nodes; n2: CrashLoopBackOff: exit code 1", id="one crashes"),
     pytest.param(seen(1), [pod("n1", settles=-1, reason="CrashLoopBackOff")], "AllReady", "1 of 1", id="one crashed and has settled"),
@@ -2148,7 +2152,7 @@ def test_a_crash_beside_another_schedexts_scheduler_is_already_attached() -> Non
 
 
 def test_no_pods_for_long_means_that_they_are_refused() -> None:
-    fresh, late = status(seen(4), [], before("False", "RollingOut", lastTransitionTime=NOW)), status(seen(4), [], before("False", "RollingOut"))
+    fresh, late = status(seen(4), []), status(seen(4), [], refused=True)
     assert fresh["conditions"][0]["reason"] == "RollingOut"
     assert late["conditions"][0]["reason"] == "NodesFailing" and late["nodes"]["failing"] == 4
     assert "kubectl label namespace tools pod-security.kubernetes.io/enforce=privileged" in late["conditions"][0]["message"]
@@ -2166,6 +2170,11 @@ def test_the_transition_time_moves_only_with_the_status(was: str, moved: bool) -
     assert ready["lastTransitionTime"] == (NOW if moved else LONG_AGO)
 
 
+@pytest.mark.parametrize("broken", [{"conditions": "x"}, {"conditions": [5, {"foo": 1}]}, {"conditions": [{"type": "Ready", "status": "True"}]}, {"nodes": None}])
+def test_a_broken_status_is_made_whole(broken: dict) -> None:
+    assert status(seen(1), [pod()], broken) == status(seen(1), [pod()])
+
+
 def test_other_peoples_conditions_are_kept() -> None:
     other = {"type": "Approved", "status": "True", "reason": "x", "message": "", "lastTransitionTime": LONG_AGO}
     found = status(seen(1), [pod()], {"conditions": [other, before("True", "AllReady")["conditions"][0]]})
@@ -2175,21 +2184,21 @@ def test_other_peoples_conditions_are_kept() -> None:
 # What is kept of a pod.
 
 
+UP = {"running": {"startedAt": "2026-01-01T00:00:00Z"}}
+BACKOFF = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s"}}
+
+
 def raw_pod(state: dict, last: dict | None = None, restarts: int = 0, ready: bool | None = None, **status: Any) -> dict:
     ready = "running" in state if ready is None else ready
     return {"metadata": {"name": "p", "namespace": "tools", "labels": {"pod-template-generation": "1"},
                          "ownerReferences": [{"kind": "DaemonSet", "name": "scx-rusty", "controller": True}]},
-            "spec": {"nodeName": "n1"},
+            "spec": {"nodeName": "n1", "containers": [{"name": "spy", "image": "spy"}, {"name": "scx", "image": RUSTY}]},
             "status": {"conditions": [{"type": "Ready", "status": str(ready)}],
-                       "containerStatuses": [{"state": state, "lastState": last or {}, "restartCount": restarts}]} | status}
+                       "containerStatuses": [{"name": "spy", "state": UP}, {"name": "scx", "state": state, "lastState": last or {}, "restartCount": restarts}]} | status}
 
 
 def died(code: int = 1, **more: Any) -> dict:
     return {"terminated": {"exitCode": code, "reason": "Error", **more}}
-
-
-UP = {"running": {"startedAt": "2026-01-01T00:00:00Z"}}
-BACKOFF = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s"}}
 
 
 @pytest.mark.parametrize("obj, reason, words", [
@@ -2240,6 +2249,39 @@ def test_another_look_at_a_pod_does_not_start_its_time_again() -> None:
     again = sked.keep_pod(raw_pod(UP), first._replace(settles_at=5.0), True)
     restarted = sked.keep_pod(raw_pod({"running": {"startedAt": "2026-01-01T00:00:09Z"}}, died(), 1), again, True)
     assert again.settles_at == 5.0 and restarted.settles_at > time.monotonic()
+
+
+# ---------------------------------------------------------------- the cache
+
+
+@pytest.fixture
+def reflector(mocker: Any) -> sked.Reflector:
+    """A cache that has listed up to version 98."""
+    made = sked.Reflector(mocker.Mock(), "schedexts", "/x", lambda obj, old, live: obj, mocker.Mock(), lambda obj: (obj["group"],))
+    made.version = "98"
+    return made
+
+
+def at(version: int, group: str = "a", name: str = "x") -> dict:
+    return {"metadata": {"namespace": "tools", "name": name, "resourceVersion": str(version)}, "group": group}
+
+
+def test_the_echo_of_a_write_wakes_nobody_and_an_older_event_undoes_nothing(reflector: sked.Reflector) -> None:
+    reflector.store(at(101))
+    for version in (100, 101):
+        reflector.handle("MODIFIED", at(version))
+    reflector.handle("DELETED", at(99))
+    assert reflector.items == {("tools", "x"): at(101)} and not reflector.changed.called
+    reflector.handle("MODIFIED", at(102, "b"))
+    reflector.changed.assert_called_once_with(at(101), at(102, "b"))
+    assert (reflector.select("a"), reflector.select("b")) == ([], [at(102, "b")])
+
+
+def test_the_answer_to_a_write_brings_nothing_back_that_is_gone(reflector: sked.Reflector) -> None:
+    reflector.handle("ADDED", at(99))
+    reflector.handle("DELETED", at(101))
+    assert reflector.store(at(100)) == at(100)
+    assert reflector.items == {} and reflector.select("a") == []
 
 
 # ---------------------------------------------------------------- the queue
@@ -2379,6 +2421,15 @@ def test_a_daemonset_that_is_not_ours_is_never_touched(cluster: Cluster, ns: str
     assert found is None or found["spec"]["template"]["spec"]["containers"][0]["image"] == RUSTY and (not cluster.server or found["metadata"]["resourceVersion"] == version)
     cluster.delete("daemonsets", ns, "x")
     eventually(lambda: image_of(cluster, ns, "x") == LAVD, 5)
+
+
+def test_an_orphan_with_another_selector_is_not_for_us(cluster: Cluster, ns: str, start: Callable) -> None:
+    orphan = daemonset("x", ns)
+    orphan["spec"]["selector"]["matchLabels"] = orphan["spec"]["template"]["metadata"]["labels"] = {"managed-by": "sked-controller", "a": "b"}
+    cluster.create(orphan)
+    start()
+    cluster.create(schedext("x", RUSTY, ns))
+    eventually(lambda: reason(cluster, ns, "x") == "NameTaken")
 
 
 def test_looking_at_a_taken_name_again_writes_nothing(server: ApiServer, ns: str, start: Callable) -> None:
@@ -2530,6 +2581,29 @@ def test_an_update_is_ready_only_when_the_new_image_runs_everywhere(server: ApiS
     assert not [ready for ready in history(server, ns, "x") if ready["observedGeneration"] == 2 and ready["status"] == "True"][1:]
 
 
+def test_a_rollback_in_the_middle_of_a_rollout_is_ready_again(server: ApiServer, kubelets: Kubelets, ns: str, start: Callable) -> None:
+    for n in (1, 2):
+        kubelets.add_node(f"n{n}")
+    start()
+    server.create(schedext("x", RUSTY, ns))
+    eventually(lambda: reason(server, ns, "x") == "AllReady")
+    server.patch("schedexts", ns, "x", {"spec": {"sched": "ghcr.io/x/y:nopull"}})
+    eventually(lambda: len(failures(server, ns, "x")) == 1)
+    server.patch("schedexts", ns, "x", {"spec": {"sched": RUSTY}})
+    eventually(lambda: condition(server, ns, "x")["observedGeneration"] == 3 and reason(server, ns, "x") == "AllReady")
+
+
+def test_a_pod_that_is_slow_to_end_is_no_refusal(server: ApiServer, kubelets: Kubelets, ns: str, start: Callable) -> None:
+    kubelets.add_node("n1")
+    start()
+    server.create(schedext("x", RUSTY, ns))
+    eventually(lambda: reason(server, ns, "x") == "AllReady")
+    kubelets.stop_seconds = 2.5
+    server.patch("schedexts", ns, "x", {"spec": {"sched": LAVD}})
+    eventually(lambda: condition(server, ns, "x")["observedGeneration"] == 2 and reason(server, ns, "x") == "AllReady")
+    assert "NodesFailing" not in [ready["reason"] for ready in history(server, ns, "x")]
+
+
 def test_a_crash_loop_is_one_steady_failure_and_never_ready(server: ApiServer, kubelets: Kubelets, ns: str, start: Callable) -> None:
     kubelets.up_seconds, kubelets.backoff_seconds, kubelets.most_seconds, kubelets.waiting_seconds = 0.4, 0.3, 0.4, 0.2
     kubelets.add_node("n1")
@@ -2646,7 +2720,7 @@ def test_someone_elses_condition_survives_a_write_at_the_same_time(server: ApiSe
     theirs = {"type": "Approved", "status": "True", "reason": "x", "message": "", "lastTransitionTime": now()}
     server.patch("schedexts", ns, "x", {"status": {"conditions": [theirs, condition(server, ns, "x")]}}, "status")
     operator.memory.clear()
-    operator.write_status((ns, "x"), stale, sked.build_status(stale, None, [], {}, sked.Blocked("Rejected", "x", None), now(), 0.0))
+    operator.write_status((ns, "x"), stale, sked.build_status(stale, None, [], {}, False, sked.Blocked("Rejected", "x", None), now(), 0.0))
     assert [c["type"] for c in server.get("schedexts", ns, "x")["status"]["conditions"]] == ["Approved", "Ready"]
 
 
