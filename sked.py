@@ -155,7 +155,8 @@ class Api:
             raise
         except (urllib3.exceptions.HTTPError, OSError, ValueError, kubeconfig.ConfigException) as error:
             self.metrics.add("sked_api_errors_total", code=0)
-            raise ApiError(0, f"no usable answer from the API server at {self.host}: {str(error).rpartition(': ')[2]}") from error
+            words = str(error).rpartition(": ")[2].partition(" (read timeout")[0]  # whose seconds are never the same
+            raise ApiError(0, f"no usable answer from the API server at {self.host}: {words}") from error
 
 
 # ---------------------------------------------------------------- watching
@@ -366,7 +367,7 @@ class Operator:
         self.stop, self.health, self.queue = threading.Event(), Health(), WorkQueue()
         self.events: queue.Queue[dict] = queue.Queue(1000)
         self.memory: defaultdict[Key, Memory] = defaultdict(Memory)
-        self.faults: dict[str, str] = {}
+        self.faults, self.lock = {}, threading.Lock()
         scope, ours = f"/namespaces/{namespace}" if namespace else "", f"{LABEL}={OURS}"
         watched = lambda name, path, *how, **query: Reflector(self, name, path.format(scope), *how, **query)
         self.schedexts = watched("schedexts", SCHEDEXTS, keep_schedext, self.schedext_changed, lambda s: (selector_of(s),))
@@ -393,13 +394,14 @@ class Operator:
 
     def report(self, who: str, fault: str | None) -> None:
         """Log a fault of a watch if it is news, and that all is well again."""
-        known = self.faults.pop(who, None)
-        if fault and fault != known and fault not in self.faults.values():
-            log.warning("%s; trying again", fault)
-        if fault:
-            self.faults[who] = fault
-        elif known and not self.faults:
-            log.info("the API server answers again")
+        with self.lock:
+            known = self.faults.pop(who, None)
+            if fault and fault != known and fault not in self.faults.values():
+                log.warning("%s; trying again", fault)
+            if fault:
+                self.faults[who] = fault
+            elif known and not self.faults:
+                log.info("the API server answers again")
 
     # Whom a change concerns.
 
@@ -1217,7 +1219,10 @@ class Server(http.server.ThreadingHTTPServer):
 
 def tls_context(directory: str) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(os.path.join(directory, "tls.crt"), os.path.join(directory, "tls.key"))
+    try:
+        context.load_cert_chain(os.path.join(directory, "tls.crt"), os.path.join(directory, "tls.key"))
+    except OSError as error:
+        raise OSError(f"no use can be made of tls.crt and tls.key in {directory}: {error.strerror or error}") from None
     return context
 
 
@@ -1248,7 +1253,10 @@ def load_configuration(path: str | None, context: str | None) -> Configuration:
         raise ValueError(f"no kubeconfig at {path or '~/.kube/config'}: name one with --kubeconfig or $KUBECONFIG")
     for file in files:  # the first one that names a context decides, as for kubectl
         with open(file) as stream:
-            context = context or (yaml.safe_load(stream) or {}).get("current-context")
+            loaded = yaml.safe_load(stream) or {}
+        if not isinstance(loaded, dict):
+            raise ValueError(f"{file} is no kubeconfig")
+        context = context or loaded.get("current-context")
     kubeconfig.load_kube_config(os.pathsep.join(files), context, configuration, persist_config=False)
     return configuration
 
@@ -1341,8 +1349,10 @@ def run(args: argparse.Namespace) -> None:
     api = Api(lambda: load_configuration(args.kubeconfig, args.context))
     elector = Elector(api, lease_namespace(args.leader_election_namespace)) if args.leader_elect else None
     operator = Operator(api, args.namespace, elector.check if elector else lambda: None)
+    signals: queue.SimpleQueue = queue.SimpleQueue()  # a handler runs in this thread, perhaps while it holds the lock of the event itself
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: operator.stop.set())
+        signal.signal(number, lambda *_: signals.put(None))
+    threading.Thread(target=lambda: (signals.get(), operator.stop.set()), daemon=True).start()
     serve(args, operator, elector.leads if elector else lambda: True)
     log.info("sked %s, for SchedExts in %s, at %s", __version__, args.namespace or "all namespaces", api.host)
     if elector:
@@ -1366,7 +1376,7 @@ def main(argv: list[str] | None = None) -> int:
             with contextlib.nullcontext(sys.stdin) if args.render == "-" else open(args.render) as stream:
                 print(render(stream), end="")
     except (OSError, ValueError, yaml.YAMLError, kubeconfig.ConfigException) as error:
-        print(f"sked: {error}", file=sys.stderr)
+        print("sked:", " ".join(str(error).split()), file=sys.stderr)
         return 1
     return 0
 

@@ -19,16 +19,21 @@ Where a real API server does it differently, the real one is right: the words of
 from __future__ import annotations
 
 import argparse
+import ast
 import bisect
 import collections
 import contextlib
 import functools
 import hashlib
 import heapq
+import http.client
 import http.server
+import importlib.util
+import inspect
 import io
 import itertools
 import json
+import logging
 import os
 import random
 import re
@@ -40,6 +45,7 @@ import ssl
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 import urllib.parse
@@ -49,6 +55,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from fractions import Fraction
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -1411,7 +1418,7 @@ class ApiHandler(http.server.BaseHTTPRequestHandler):
 
     @property
     def token(self) -> str:
-        return self.headers.get("Authorization", "").removeprefix("Bearer ")
+        return re.sub("^bearer +", "", self.headers.get("Authorization", ""), flags=re.IGNORECASE)
 
     def answer(self, status: int, content: Any, headers: dict[str, str], fault: Fault | None) -> None:
         data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
@@ -2816,6 +2823,1174 @@ def test_what_slips_through_the_schema_ends_in_the_status(server: ApiServer, ns:
     eventually(lambda: server.get("daemonsets", ns, "good"))
     assert not [record for record in caplog.records if record.exc_info]
     assert len([record for record in caplog.records if f"{ns}/bad" in record.getMessage()]) == 1
+
+
+# ---------------------------------------------------------------- the command line and the connection
+
+
+@pytest.mark.parametrize("flag, name, value", [
+    ("--leader-elect", "leader_elect", True), ("--leader-elect=false", "leader_elect", False), ("-leader-elect", "leader_elect", True),
+    ("-leader-elect=F", "leader_elect", False), ("--zap-devel=true", "leader_elect", False), ("--enable-http2=false", "enable_http2", False),
+    ("--metrics-secure=false", "metrics_secure", False), ("--leader-elect", "metrics_secure", True), ("--leader-elect", "metrics_bind_address", "0"),
+    ("--leader-elect", "health_probe_bind_address", ":8081"), ("-health-probe-bind-address=:9", "health_probe_bind_address", ":9"),
+])
+def test_flags_mean_what_they_mean_to_the_go_operator(flag: str, name: str, value: Any) -> None:
+    assert getattr(sked.parse([flag, "--namespace=a"]), name) == value
+
+
+@pytest.mark.parametrize("flag, words", [
+    ("--enable-http2=true", "HTTP/1.1 only"), ("--enable-http2", "HTTP/1.1 only"), ("--leader-elect=maybe", "'maybe' is neither true nor false"),
+    ("--leader", "unrecognized arguments"),
+])
+def test_flags_that_cannot_be_obeyed_are_refused_in_a_sentence(capsys: pytest.CaptureFixture, flag: str, words: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        sked.main([flag])
+    assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_version_is_that_of_the_image_in_install_yaml(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        sked.main(["--version"])
+    assert f"image: ghcr.io/schedkit/sked:{capsys.readouterr().out.strip()}\n" in (HERE / "install.yaml").read_text()
+
+
+def certificate(folder: Path) -> ssl.SSLContext:
+    """Makes a self-signed certificate, folder/tls.crt and tls.key, and what a server needs to show it."""
+    folder.mkdir(exist_ok=True)
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", "/CN=test", "-addext",
+                    "subjectAltName=IP:127.0.0.1", "-keyout", folder / "tls.key", "-out", folder / "tls.crt"], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
+    return context
+
+
+@pytest.fixture
+def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A home with kubeconfigs whose contexts are named as their hosts; the environment points to none of them."""
+    for name in ("KUBECONFIG", "KUBERNETES_SERVICE_HOST", "POD_NAMESPACE"):
+        monkeypatch.delenv(name, raising=False)
+    with tempfile.TemporaryDirectory(prefix="sked-") as folder:
+        monkeypatch.setenv("HOME", folder)
+        Path(folder, ".kube").mkdir()
+        for name, current, *hosts in (("flag", "f1", "f1", "f2"), ("env", "e1", "e1"), ("silent", None, "s1"), ("other", "e1"), (".kube/config", "h1", "h1")):
+            Path(folder, name).write_text(yaml.safe_dump({
+                "current-context": current, "clusters": [{"name": host, "cluster": {"server": f"http://{host}"}} for host in hosts],
+                "users": [{"name": host, "user": {}} for host in hosts],
+                "contexts": [{"name": host, "context": {"cluster": host, "user": host}} for host in hosts]}))
+        Path(folder, "text").write_text("just text")
+        Path(folder, "broken").write_text("a: [")
+        yield Path(folder)
+
+
+@pytest.fixture
+def in_pod(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a service account, as if in a pod."""
+    from kubernetes.config import incluster_config
+    certificate(home)
+    (home / "token").write_text("first")
+    monkeypatch.setattr(incluster_config, "SERVICE_TOKEN_FILENAME", str(home / "token"))
+    monkeypatch.setattr(incluster_config, "SERVICE_CERT_FILENAME", str(home / "tls.crt"))
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "6443")
+    return home
+
+
+@pytest.mark.parametrize("flag, context, environment, host", [
+    pytest.param("~/flag", None, "~/env", "http://f1", id="flag before environment"),
+    pytest.param("~/flag", "f2", "", "http://f2", id="flag and context"),
+    pytest.param(None, None, "~/env", "http://e1", id="environment before pod and home"),
+    pytest.param(None, None, "~/none:~/silent:~/env:~/flag", "http://e1", id="first that names a context"),
+    pytest.param(None, None, "~/other:~/flag:~/env", "http://e1", id="context of one file, cluster of another"),
+    pytest.param(None, "e1", "~/flag:~/env", "http://e1", id="context of the second file"),
+    pytest.param(None, None, "", "https://127.0.0.1:6443", id="pod before home"),
+    pytest.param(None, None, None, "http://h1", id="home, not in a pod"),
+])
+def test_the_first_of_flag_environment_pod_and_home_decides(
+        in_pod: Path, monkeypatch: pytest.MonkeyPatch, flag: str | None, context: str | None, environment: str | None, host: str) -> None:
+    monkeypatch.setenv("KUBECONFIG", environment or "")
+    if environment is None:
+        monkeypatch.delenv("KUBERNETES_SERVICE_HOST")
+    assert sked.load_configuration(flag, context).host == host
+
+
+@pytest.mark.parametrize("flags, words", [
+    pytest.param([], "no kubeconfig at ~/.kube/config: name one with --kubeconfig or $KUBECONFIG", id="nothing"),
+    pytest.param(["--kubeconfig=~/none"], "/none: name one with --kubeconfig", id="no file"),
+    pytest.param(["--kubeconfig=~/flag", "--context=x"], "x", id="no such context"),
+    pytest.param(["--kubeconfig=~/silent"], "current-context", id="no current context"),
+    pytest.param(["--kubeconfig=~/text"], "text", id="no kubeconfig"),
+    pytest.param(["--kubeconfig=~/broken"], "broken", id="no YAML"),
+    pytest.param(["--kubeconfig=~/env", "--leader-elect"], "--leader-election-namespace", id="no namespace for the lease"),
+    pytest.param(["--kubeconfig=~/env", "--health-probe-bind-address=x"], "'x' is no address such as :8081", id="no address"),
+    pytest.param(["--kubeconfig=~/env", "--health-probe-bind-address=192.0.2.1:1"], "cannot listen at 192.0.2.1:1", id="not our address"),
+    pytest.param(["--kubeconfig=~/env", "--metrics-bind-address=127.0.0.1:0", "--metrics-cert-dir=/none"], "/none", id="no certificate"),
+    pytest.param(["--kubeconfig=~/env", "--metrics-bind-address=127.0.0.1:0"], "--metrics-cert-dir", id="no openssl"),
+])
+def test_what_cannot_be_started_says_why_in_one_line(
+        home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, caplog: pytest.LogCaptureFixture, flags: list[str], words: str) -> None:
+    (home / ".kube" / "config").unlink()
+    monkeypatch.setenv("PATH", "")
+    assert sked.main(["--health-probe-bind-address=0", *flags]) == 1
+    out, err = capsys.readouterr()
+    assert err.startswith("sked: ") and err.count("\n") == 1 and words in err and not out and not caplog.records
+
+
+# ---------------------------------------------------------------- running: what its tests share
+
+TIMES = {"REQUEST_SECONDS": 0.3, "WATCH_SECONDS": 1, "PROBE_SECONDS": 1, "LEASE_SECONDS": 3, "RENEW_SECONDS": 0.4, "RENEW_DEADLINE_SECONDS": 2.0}
+LEASE = "b4c95cb3.schedkit.io"
+
+
+@pytest.fixture(scope="session")
+def hasty() -> Iterator[ModuleType]:
+    """A copy of sked that waits for less, also where a time is a default argument."""
+    text = (HERE / "sked.py").read_text()
+    for name, seconds in TIMES.items():
+        text, count = re.subn(rf"(?m)^{name} = [\d.]+", f"{name} = {seconds}", text)
+        assert count == 1, f"{name} is no constant of sked.py any more"
+    with tempfile.TemporaryDirectory(prefix="sked-") as folder:
+        Path(folder, "sked.py").write_text(text)
+        spec = importlib.util.spec_from_file_location("hasty", Path(folder, "sked.py"))
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        yield module
+
+
+@pytest.fixture
+def operate(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[int, int]]]:
+    """Runs main, of sked or of the hasty one, in a thread of this process, which must end when the signal handler is called;
+    returns the ports of its health and of its metrics."""
+    handlers, codes, threads = [], [], []
+    server.bookmark_seconds = 0.3
+    monkeypatch.setattr(signal, "signal", lambda number, handler: handlers.append(handler))
+
+    def begin(*flags: str, program: ModuleType = sked) -> tuple[int, int]:
+        for name, value in (("backoff", lambda failures, most: 0.05), ("GATHER_SECONDS", 0.2), ("SETTLE_SECONDS", 0.2)):
+            monkeypatch.setattr(program, name, value)
+        if "KUBERNETES_SERVICE_HOST" not in os.environ:
+            monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig("sked")))
+        ports = free_port(), free_port()
+        argv = [*("--health-probe-bind-address=127.0.0.1:{} --metrics-bind-address=127.0.0.1:{} --metrics-secure=false".format(*ports).split()), *flags]
+        threads.append(threading.Thread(target=lambda: codes.append(program.main(argv))))
+        threads[-1].start()
+        eventually(lambda: all(map(listens, ports)))
+        return ports
+    yield begin
+    for handler in handlers:
+        handler()
+    for thread in threads:
+        thread.join(5)
+    assert codes == [0] * len(threads)
+
+
+@pytest.fixture
+def replica(server: ApiServer, hasty: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., OperatorProcess]]:
+    """Starts processes of the hasty sked that want the lease in a namespace."""
+    monkeypatch.setattr(sys.modules[OperatorProcess.__module__], "HERE", Path(hasty.__file__).parent)
+    with contextlib.ExitStack() as stack:
+        def begin(namespace: str, user: str = "kubelets") -> OperatorProcess:
+            if not server.get("namespaces", "", namespace):
+                server.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
+            flags = "--leader-elect", f"--leader-election-namespace={namespace}", f"--health-probe-bind-address=127.0.0.1:{(port := free_port())}"
+            process = stack.enter_context(OperatorProcess(server.kubeconfig(user), *flags))
+            process.port = port
+            return process
+        yield begin
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def listens(port: int) -> bool:
+    with contextlib.suppress(OSError):
+        socket.create_connection(("127.0.0.1", port)).close()
+        return True
+    return False
+
+
+def ask(port: int, path: str, method: str = "GET", token: str = "", tls: bool = False) -> tuple[int, str, Any]:
+    """Status, body and headers of an answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10) if not tls else http.client.HTTPSConnection(
+        "127.0.0.1", port, timeout=10, context=ssl._create_unverified_context())
+    with contextlib.closing(connection):
+        connection.request(method, path, headers={"Authorization": f"Bearer {token}"} if token else {})
+        response = connection.getresponse()
+        return response.status, response.read().decode(), response.headers
+
+
+def images(server: ApiServer) -> dict[str, str]:
+    """The image of each DaemonSet that a SchedExt controls."""
+    return {obj["metadata"]["name"]: obj["spec"]["template"]["spec"]["containers"][0]["image"] for obj in server.list("daemonsets")
+            if dig(obj, ".metadata.ownerReferences[0].kind") == "SchedExt"}
+
+
+# ---------------------------------------------------------------- faults of the API server
+
+
+TROUBLE = {  # how it begins and ends, and what the lines in the log say
+    "unreachable": (lambda server: server.stop_listening(), lambda server: server.start_listening(), ["Connection refused"]),
+    "frozen": (lambda server: server.freeze(), lambda server: server.thaw(), ["timed out"]),
+    "no CRD": (lambda server: server.delete("customresourcedefinitions", "", "schedexts.sked.schedkit.io"), lambda server: server.create(next(
+        obj for obj in yaml.safe_load_all((HERE / "install.yaml").read_text()) if obj["kind"] == "CustomResourceDefinition")),
+        ["install the CRD with 'kubectl apply -f install.yaml'"]),
+    "forbidden": (lambda server: server.tokens.update(sked="nobody"), lambda server: server.tokens.update(sked="sked"),
+                  [f'{what} is forbidden: User "nobody" cannot list' for what in ("daemonsets.apps", "pods", "schedexts.sked.schedkit.io")]),
+    "wrong certificate": (lambda server: server.tls.load_cert_chain(server.folder / "wrong" / "tls.crt", server.folder / "wrong" / "tls.key"),
+                          lambda server: server.tls.load_cert_chain(server.folder / "tls.crt", server.folder / "tls.key"), ["self-signed certificate"]),
+}
+
+
+@pytest.mark.parametrize("trouble", TROUBLE)
+def test_trouble_is_told_once_and_waited_out(
+        server: ApiServer, operate: Callable, hasty: ModuleType, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, trouble: str) -> None:
+    begin, end, lines = TROUBLE[trouble]
+    if trouble == "wrong certificate":
+        certificate(server.folder / "wrong")
+        listen_with_tls(server, certificate(server.folder))
+        monkeypatch.setenv("SSL_CERT_FILE", str(server.folder / "tls.crt"))
+    begin(server)
+    caplog.set_level(logging.INFO)
+    _, port = operate(program=hasty if trouble == "frozen" else sked)
+    eventually(lambda: (read_metric(port, "sked_watch_restarts_total") or 0) >= 9)
+    warnings = lambda: sorted(record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
+    told = warnings()
+    assert len(told) == len(lines) and all(words in line and "\n" not in line for words, line in zip(lines, told))
+    end(server)
+    server.create(schedext("late"))
+    eventually(lambda: images(server) == {"late": RUSTY} and "the API server answers again" in caplog.messages)
+    assert warnings() == told and caplog.messages.count("the API server answers again") == 1
+
+
+@pytest.mark.parametrize("action, more", [
+    pytest.param("drop", {}, id="connection lost"),
+    pytest.param("lose", {}, id="answer lost"),
+    pytest.param("truncate", {}, id="truncated"),
+    pytest.param("garbage", {}, id="not JSON"),
+    pytest.param("hang", {}, id="no answer"),
+    pytest.param("stall", {}, id="silent in mid-answer"),
+    pytest.param("error", {"status": 500}, id="500"),
+    pytest.param("error", {"status": 410}, id="410 as a status"),
+])
+def test_a_fault_is_survived_and_nothing_is_missed(server: ApiServer, operate: Callable, hasty: ModuleType, action: str, more: dict) -> None:
+    for name in ("stays", "edited", "deleted"):
+        server.create(schedext(name))
+    operate(program=hasty)
+    eventually(lambda: images(server) == {"stays": RUSTY, "edited": RUSTY, "deleted": RUSTY})
+    server.stop_listening()
+    server.create(schedext("new"))
+    server.patch("schedexts", "default", "edited", {"spec": {"sched": LAVD}})
+    server.delete("schedexts", "default", "deleted")
+    server.compact()  # so that each watch is answered by an ERROR event of 410, and then each list fails too
+    faults = [server.fault(*where, action, **more) for where in (
+        ("GET", "watch=true", 3), ("GET", "limit=", 3), ("POST", "daemonsets", 1), ("PATCH", "daemonsets", 1))]
+    server.start_listening()
+    eventually(lambda: images(server) == {"stays": RUSTY, "edited": LAVD, "new": RUSTY})
+    assert [fault.hits for fault in faults] == [3, 3, 1, 1]
+    server.delete("schedexts", "default", "edited")
+    server.create(schedext("later"))
+    eventually(lambda: images(server) == {"stays": RUSTY, "new": RUSTY, "later": RUSTY})
+
+
+@pytest.mark.parametrize("method, path", [("GET", "/schedexts"), ("POST", "/daemonsets")])
+def test_retry_after_is_obeyed(server: ApiServer, operate: Callable, method: str, path: str) -> None:
+    server.fault(method, path, status=429, headers={"Retry-After": "1"})
+    server.create(schedext("scx"))
+    operate()
+    eventually(lambda: images(server) == {"scx": RUSTY})
+    refused, repeated = [request.time for request in server.requests if (request.user, request.method) == ("sked", method) and path in request.path][:2]
+    assert 1.0 <= repeated - refused < 3.0
+
+
+@pytest.mark.parametrize("refuse_future", [pytest.param(True, id="504 to a version to come"), pytest.param(False, id="silence to a version to come")])
+def test_a_restore_from_a_backup_is_noticed(server: ApiServer, operate: Callable, hasty: ModuleType, refuse_future: bool) -> None:
+    server.refuse_future = refuse_future
+    server.create(schedext("early"))
+    backup = server.snapshot()
+    operate(program=hasty)
+    server.create(schedext("lost"))
+    eventually(lambda: images(server) == {"early": RUSTY, "lost": RUSTY})
+    for n in range(100):
+        server.patch("schedexts", "default", "lost", {"metadata": {"labels": {"n": str(n)}}})
+    far = server.version  # where each watch has to have come, else it could not know that it is in the future
+    eventually(lambda: len({request.resource for request in server.requests if int(request.query.get("resourceVersion", 0)) >= far}) == 3)
+    server.restore(backup)
+    server.create(schedext("new"))
+    eventually(lambda: images(server) == {"early": RUSTY, "new": RUSTY})
+    server.patch("schedexts", "default", "early", {"spec": {"sched": LAVD}})
+    eventually(lambda: images(server) == {"early": LAVD, "new": RUSTY})
+
+
+def listen_with_tls(server: ApiServer, context: ssl.SSLContext) -> None:
+    server.stop_listening()
+    server.tls = context
+    server.start_listening()
+
+
+def test_a_rotated_token_is_read_again(
+        in_pod: Path, server: ApiServer, operate: Callable, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    listen_with_tls(server, certificate(in_pod))
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(server.port))
+    server.tokens["first"] = "sked"
+    operate()
+    server.create(schedext("before"))
+    eventually(lambda: images(server) == {"before": RUSTY})
+    server.tokens["second"] = server.tokens.pop("first")
+    server.drop_connections()
+    server.create(schedext("after"))
+    eventually(lambda: "Unauthorized; trying again" in caplog.text)
+    (in_pod / "token").write_text("second")
+    eventually(lambda: images(server) == {"before": RUSTY, "after": RUSTY}, sked.TOKEN_SECONDS - 1)
+
+
+def set_clock(mocker: Any, seconds: float) -> None:
+    """Moves the clock on the wall, not the monotonic one."""
+    real = time.time
+    mocker.patch("time.time", lambda: real() + seconds)
+    mocker.patch("datetime.datetime", type("Moved", (datetime,), {"now": classmethod(lambda cls, zone=None: datetime.fromtimestamp(time.time(), zone))}))
+
+
+def test_a_clock_set_back_stalls_nothing(server: ApiServer, operate: Callable, mocker: Any) -> None:
+    Kubelets(server, nodes=1).exclusive = False
+    operate()
+    server.create(schedext("before"))
+    eventually(lambda: images(server) == {"before": RUSTY})
+    set_clock(mocker, -3600)
+    server.fault("POST", "/daemonsets")
+    server.create(schedext("after"))
+    eventually(lambda: images(server) == {"before": RUSTY, "after": RUSTY})
+    eventually(lambda: [reason(server, "default", name) for name in ("before", "after")] == ["AllReady", "AllReady"])
+
+
+def test_lists_come_in_pages_and_start_anew_where_a_page_is_gone(server: ApiServer, operate: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sked.PAGE_ITEMS <= 500
+    monkeypatch.setattr(sked, "PAGE_ITEMS", 7)
+    names = [f"scx-{n}" for n in range(30)]
+    for name in names:
+        server.create(schedext(name))
+    gone = server.fault("GET", "schedexts.*continue=", status=410)
+    operate()
+    eventually(lambda: images(server) == dict.fromkeys(names, RUSTY))
+    lists = [request for request in server.requests if request.user == "sked" and request.verb == "list"]
+    assert gone.hits == 1 and {request.query.get("limit") for request in lists} == {"7"}
+    assert [request.resource for request in lists].count("schedexts") == 2 + 5
+
+
+def test_killed_again_and_again_it_ends_with_exactly_the_right_daemonsets(server: ApiServer) -> None:
+    made = {f"scx-{n}": server.create(schedext(f"scx-{n}"))["metadata"]["uid"] for n in range(200)}
+    foreign = [server.create(daemonset(name, "default") | {"metadata": {"name": name, "namespace": "default"}}) for name in ("other", "scx-150")]
+    server.delay = 0.01
+    for enough in (1, 70, 140):
+        with OperatorProcess(server.kubeconfig("sked")) as operator:
+            eventually(lambda: len(images(server)) >= enough, 30)
+            operator.stop(signal.SIGKILL)
+        assert len(images(server)) < 199
+    server.delay = 0.0
+    with OperatorProcess(server.kubeconfig("sked")) as operator:
+        eventually(lambda: len(images(server)) == 199 and reason(server, "default", "scx-150") == "NameTaken", 30)
+        assert operator.stop() == 0
+    owners = {obj["metadata"]["name"]: [owner["uid"] for owner in obj["metadata"].get("ownerReferences", [])] for obj in server.list("daemonsets")}
+    assert owners == {name: [uid] for name, uid in made.items()} | {"other": [], "scx-150": []}
+    assert [server.get("daemonsets", "default", obj["metadata"]["name"]) for obj in foreign] == foreign
+    writes = [(request.verb, request.status) for request in server.writes() if request.what == "daemonsets"]
+    assert {verb for verb, _ in writes} == {"create"} and writes.count(("create", 201)) == 199
+
+
+# ---------------------------------------------------------------- signals
+
+
+@pytest.mark.parametrize("state, sent", [("watching", signal.SIGINT), ("writing", signal.SIGTERM), ("standing by", signal.SIGTERM)],
+                         ids=["SIGINT, watching", "SIGTERM, writing", "SIGTERM, standing by"])
+def test_a_signal_ends_it_within_two_seconds_also_while_it_is_blocked(server: ApiServer, state: str, sent: int) -> None:
+    hangs, flags = server.fault("POST", "/daemonsets", None, "hang"), []
+    if state == "writing":
+        server.create(schedext("scx"))
+    if state == "standing by":
+        server.freeze()
+        flags = ["--leader-elect", "--leader-election-namespace=sked-system"]
+    blocked = {"watching": lambda: sum(request.verb == "watch" for request in server.requests) == 3, "writing": lambda: hangs.hits,
+               "standing by": lambda: server.connections}[state]
+    with OperatorProcess(server.kubeconfig("sked"), *flags) as operator:
+        eventually(blocked, 30)
+        start = time.monotonic()
+        assert operator.stop(sent) == 0
+        assert time.monotonic() - start < 2 and not any("Traceback" in line for line in operator.lines)
+
+
+def test_a_signal_at_the_worst_moment_is_no_deadlock(server: ApiServer) -> None:
+    interrupted = """if True:
+        import os, signal, threading
+        class Event(threading.Event):
+            sent = []
+            def wait(self, timeout=None):
+                if timeout and threading.current_thread() is threading.main_thread() and not self.sent:
+                    with self._cond:  # as wait does it, and a signal may come just then
+                        self.sent.append(os.kill(os.getpid(), signal.SIGTERM))
+                return super().wait(timeout)
+        threading.Event = Event
+        import sked
+        raise SystemExit(sked.main())"""
+    server.freeze()  # so that it waits for its caches
+    argv = [sys.executable, "-c", interrupted, f"--kubeconfig={server.kubeconfig('sked')}", "--health-probe-bind-address=0"]
+    with subprocess.Popen(argv, cwd=HERE) as process:
+        try:
+            eventually(lambda: process.poll() is not None or len(server.connections) == 3, 30)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(2)
+            process.terminate()  # in case that there is no such moment
+            assert process.wait(2) == 0
+        finally:
+            process.kill()
+
+
+# ---------------------------------------------------------------- leader election
+
+
+def lease(server: ApiServer, namespace: str = "sked-system", **spec: Any) -> dict:
+    """What the Lease says, after it was made or changed so."""
+    if spec and server.get("leases", namespace, LEASE):
+        server.patch("leases", namespace, LEASE, {"spec": spec})
+    elif spec:
+        server.create({"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {"name": LEASE, "namespace": namespace}, "spec": spec})
+    return server.get("leases", namespace, LEASE)["spec"]
+
+
+def leading(replicas: list[OperatorProcess]) -> list[OperatorProcess]:
+    return [one for one in replicas if one.process.poll() is None and any(line.endswith(" leading\n") for line in one.lines)]
+
+
+def test_of_three_replicas_one_works_and_hands_over_on_sigterm(server: ApiServer, replica: Callable) -> None:
+    replicas = [replica("sked-system", "sked") for _ in range(3)]
+    first, = eventually(lambda: leading(replicas), 30)
+    server.create(schedext("one"))
+    eventually(lambda: "one" in images(server) and all(listens(one.port) and ask(one.port, "/readyz")[0] == 200 for one in replicas), 30)
+    assert sorted(ask(one.port, "/readyz")[1] for one in replicas) == ["ok\n", "standing by\n", "standing by\n"]
+    before = lease(server)
+    after = eventually(lambda: (now := lease(server))["renewTime"] > before["renewTime"] and now)
+    assert after == before | {"renewTime": after["renewTime"]}
+    assert before["holderIdentity"].startswith(f"{socket.gethostname()}_") and (before["leaseDurationSeconds"], before["leaseTransitions"]) == (3, 0)
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", before[field]) for field in ("acquireTime", "renewTime"))
+
+    start = time.monotonic()
+    assert first.stop() == 0
+    second, = eventually(lambda: leading(replicas), start + 3 - time.monotonic())
+    server.create(schedext("two"))
+    eventually(lambda: "two" in images(server))
+    after = lease(server)
+    assert after["leaseTransitions"] == 1 and after["acquireTime"] > before["acquireTime"] and after["holderIdentity"] != before["holderIdentity"]
+    next(one for one in replicas if one not in (first, second)).kill()
+    assert second.stop() == 0 and lease(server)["holderIdentity"] == ""
+    assert [request.status for request in server.writes() if request.what == "daemonsets"] == [201, 201]
+
+
+def test_a_leader_killed_or_frozen_is_followed_when_its_lease_is_over_and_writes_nothing_more(server: ApiServer, replica: Callable) -> None:
+    signals = {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP}
+    leaders = [replica(name) for name in signals]
+    eventually(lambda: leading(leaders) == leaders, 30)
+    others = [replica(name, "admin") for name in signals]  # as another user, so that the writes can be told apart
+    server.create(schedext("before"))
+    eventually(lambda: images(server) and all("waiting for the lease" in "".join(one.lines) for one in others), 30)
+    for leader, sent in zip(leaders, signals.values()):
+        leader.process.send_signal(sent)
+    start = time.monotonic()
+    for n in range(20):
+        server.create(schedext(f"scx-{n}"))
+    eventually(lambda: leading(others))
+    assert time.monotonic() - start > 2
+    eventually(lambda: leading(others) == others, start + 6 - time.monotonic())
+    taken = time.time()
+    eventually(lambda: len(images(server)) == 21)
+    assert leaders[1].stop(signal.SIGCONT) == 1 and "another one may lead now" in leaders[1].lines[-1]
+    assert server.writes(taken, "kubelets", leases=True) == []
+
+
+def test_a_leader_that_cannot_renew_exits_before_another_may_lead(server: ApiServer, replica: Callable) -> None:
+    actions = {"hangs": "hang", "refuses": "drop", "errs": "error"}
+    leaders = [replica(name) for name in actions]
+    eventually(lambda: leading(leaders) == leaders, 30)
+    for name, action in actions.items():
+        server.fault("PUT", f"/namespaces/{name}/leases", None, action)
+    start = time.monotonic()
+    assert [one.process.wait(6) for one in leaders] == [1, 1, 1]
+    assert 1 < time.monotonic() - start < 3
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_leader_that_has_ceased_to_renew_writes_nothing_more(
+        mocker: Any, monkeypatch: pytest.MonkeyPatch, server: ApiServer, hasty: ModuleType, operate: Callable) -> None:
+    take, ended = hasty.Elector.take, mocker.patch("os._exit", side_effect=SystemExit)
+    monkeypatch.setattr(hasty.Elector, "take", lambda elector: sys.exit() if elector.leads() else take(elector))
+    monkeypatch.setattr(hasty, "RENEW_DEADLINE_SECONDS", 1.0)
+    _, port = operate("--leader-elect", "--leader-election-namespace=sked-system", program=hasty)
+    server.create(schedext("in-time"))
+    eventually(lambda: images(server) and read_metric(port, "leader_election_master_status") == 0)
+    server.create(schedext("late"))
+    eventually(lambda: ended.called)
+    assert ended.call_args == mocker.call(1) and images(server) == {"in-time": RUSTY}
+
+
+def test_the_lease_of_another_operator_is_respected_while_it_changes_whatever_its_clock_says(server: ApiServer, replica: Callable) -> None:
+    clocks = {"past": "2001-01-01T00:00:0{}.000000Z", "future": "2099-01-01T00:00:0{}.000000Z"}
+    renew = lambda second: [lease(server, name, holderIdentity="go", leaseDurationSeconds=2, leaseTransitions=7, renewTime=clock.format(second))
+                            for name, clock in clocks.items()]
+    others = [replica(name) for name in clocks]
+    renew(0)
+    server.create(schedext("scx"))
+    eventually(lambda: all("waiting for the lease" in "".join(one.lines) for one in others), 30)
+    for second in range(1, 9):
+        time.sleep(0.3)  # in all for longer than the 2 s of the lease
+        renew(second)
+    start = time.monotonic()
+    assert [lease(server, name)["holderIdentity"] for name in clocks] == ["go", "go"] and not images(server)
+    eventually(lambda: [lease(server, name)["leaseTransitions"] for name in clocks] == [8, 8], 5)
+    assert time.monotonic() - start > 1.9
+    eventually(lambda: images(server) == {"scx": RUSTY})
+
+
+@pytest.mark.parametrize("seconds", [-3600, 3600], ids=["back", "forward"])
+def test_a_clock_that_is_set_moves_no_lease(server: ApiServer, mocker: Any, seconds: float) -> None:
+    leader, other = [sked.Elector(sked.Api(lambda: sked.load_configuration(str(server.kubeconfig("sked")), None)), "sked-system") for _ in range(2)]
+    assert (leader.take(), other.take()) == (True, False)
+    set_clock(mocker, seconds)
+    assert leader.leads() and not other.take() and leader.take()
+
+
+def test_the_lease_has_the_go_operators_name_and_times() -> None:
+    assert (sked.LEASE_NAME, sked.LEASE_SECONDS, sked.RENEW_SECONDS, sked.RENEW_DEADLINE_SECONDS) == ("b4c95cb3.schedkit.io", 15, 2, 10)
+
+
+@pytest.mark.parametrize("flag, account, expected", [("flag", "pod", "flag"), (None, "pod", "pod"), (None, None, "environment")])
+def test_the_namespace_of_the_lease_is_that_of_flag_pod_or_environment(
+        monkeypatch: pytest.MonkeyPatch, mocker: Any, flag: str | None, account: str | None, expected: str) -> None:
+    monkeypatch.setenv("POD_NAMESPACE", "environment")
+    mocker.patch("os.path.exists", lambda path: bool(account) and path == "/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+    mocker.patch("builtins.open", mocker.mock_open(read_data=f"{account}\n"))
+    assert sked.lease_namespace(flag) == expected
+
+
+# ---------------------------------------------------------------- health
+
+
+def test_health_speaks_http(operate: Callable) -> None:
+    port, _ = operate()
+    eventually(lambda: ask(port, "/readyz")[:2] == (200, "ok\n"))
+    assert ask(port, "/healthz?verbose")[:2] == (200, "ok\n")
+    with socket.create_connection(("127.0.0.1", port)) as client, client.makefile("rb") as answer:
+        client.sendall(b"HEAD /healthz HTTP/1.1\r\nConnection: close\r\n\r\n")
+        assert re.fullmatch(rb"HTTP/1.1 200 OK\r\n.*\r\nContent-Length: 3\r\n\r\n", answer.read(), re.DOTALL)
+    assert ask(port, "/metrics")[0] == ask(port, "/")[0] == 404
+    for method in ("POST", "PUT", "DELETE", "OPTIONS", "JUNK"):
+        status, _, headers = ask(port, "/healthz", method)
+        assert (method, status, headers["Allow"]) == (method, 405, "GET, HEAD")
+
+
+def test_it_is_ready_when_all_caches_are_filled(server: ApiServer, operate: Callable) -> None:
+    missing = server.fault("GET", "/pods", None)
+    port, _ = operate()
+    eventually(lambda: missing.hits >= 3)
+    assert ask(port, "/readyz")[0] == 503 and ask(port, "/healthz")[0] == 200
+    missing.clear()
+    eventually(lambda: ask(port, "/readyz")[0] == 200)
+
+
+def test_idle_slow_and_junk_clients_do_not_stop_health(operate: Callable) -> None:
+    port, _ = operate()
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(60)]
+        for client, junk in zip(clients, (b"GET /healthz HTTP/1.1\r\nX: ", b"\x16\x03\x01\x02\x00\x01", b"\r\n" * 100, b"GET " + b"x" * 70_000, b"\0\xff\n")):
+            client.sendall(junk)
+        start = time.monotonic()
+        assert [ask(port, "/healthz")[0] for _ in range(5)] == [200] * 5
+        assert time.monotonic() - start < 2
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_worker_that_hangs_and_a_watch_that_died_turn_health_to_503(
+        server: ApiServer, operate: Callable, hasty: ModuleType, mocker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    over, handle = threading.Event(), hasty.Reflector.handle
+    monkeypatch.setattr(hasty, "REQUEST_SECONDS", 0.2)
+    port, _ = operate(program=hasty)
+    eventually(lambda: ask(port, "/readyz")[0] == 200)
+    worker = mocker.patch.object(hasty, "build_daemonset", side_effect=lambda *_: over.wait())
+    server.create(schedext("one"))
+    eventually(lambda: worker.called)
+    monkeypatch.setattr(hasty.Reflector, "handle", lambda self, kind, obj: sys.exit() if obj["kind"] == "SchedExt" else handle(self, kind, obj))
+    server.create(schedext("two"))
+    text = eventually(lambda: (answer := ask(port, "/healthz"))[0] == 503 and "," in answer[1] and answer[1])
+    over.set()
+    assert re.fullmatch(r"no sign of life from schedexts, worker-\d\n", text)
+
+
+def test_an_outage_of_the_api_server_leaves_health_as_it_is(server: ApiServer, operate: Callable, hasty: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    port, _ = operate(program=hasty)
+    monkeypatch.setattr(hasty, "backoff", lambda failures, most: 0.5)
+    eventually(lambda: ask(port, "/readyz")[0] == 200)
+    server.stop_listening()
+    end = time.monotonic() + 1.2  # two attempts
+    while time.monotonic() < end:
+        assert ask(port, "/healthz")[:2] == (200, "ok\n")
+        time.sleep(0.05)
+
+
+# ---------------------------------------------------------------- metrics
+
+
+def parse_metrics(text: str) -> dict[tuple[str, frozenset], float]:
+    """The samples by name and labels, as Prometheus reads them; fails where it would, and where a histogram makes no sense."""
+    types, samples, family = {}, {}, ""
+    assert text.endswith("\n") and "\n\n" not in text
+    for line in text.splitlines():
+        if comment := re.fullmatch(r"# TYPE ([a-z_]+) (counter|gauge|histogram)", line):
+            family = comment[1]
+            assert family not in types
+            types[family] = comment[2]
+            continue
+        name, labels, value = re.fullmatch(r'([a-z_]+)(?:\{((?:[a-z_]+="(?:[^"\\\n]|\\["\\n])*",?)*)\})? (\S+)', line).groups()
+        assert name.removeprefix(family) in (("_bucket", "_sum", "_count") if types[family] == "histogram" else ("",))
+        found = re.findall(r'([a-z_]+)="((?:[^"\\]|\\.)*)"', labels or "")
+        key = name, frozenset((label, re.sub(r"\\(.)", lambda match: {"n": "\n"}.get(match[1], match[1]), text)) for label, text in found)
+        assert key not in samples and len(dict(found)) == len(found)
+        samples[key] = float(value)
+    for (name, labels), count in samples.items():
+        if types.get(family := name.removesuffix("_count")) == "histogram":
+            buckets = {float(dict(of)["le"]): value for (name, of), value in samples.items() if name == f"{family}_bucket" and of > labels}
+            assert list(buckets) == sorted(buckets) and list(buckets.values()) == sorted(buckets.values())
+            assert buckets[float("inf")] == count and (f"{family}_sum", labels) in samples
+    return samples
+
+
+def read_metric(port: int, name: str, /, **labels: str) -> float | None:
+    """What a metric says, the sum where labels are left open; None where there is none."""
+    found = [value for (of, having), value in parse_metrics(ask(port, "/metrics")[1]).items() if of == name and having >= set(labels.items())]
+    return sum(found) if found else None
+
+
+def test_metrics_tell_what_happened(server: ApiServer, operate: Callable) -> None:
+    _, port = operate()
+    metric = functools.partial(read_metric, port)
+    nodes = functools.partial(metric, "sked_schedext_nodes", namespace="default", name="scx")
+    Kubelets(server, nodes=2)
+    server.fault("POST", "/daemonsets", status=500)
+    server.create(schedext("scx"))
+    eventually(lambda: nodes(state="ready") == 2)
+    server.fault("GET", "/pods", status=503)
+    server.drop_connections()
+    eventually(lambda: metric("sked_api_errors_total", code="503") == 1)
+    assert [nodes(state=state) for state in ("desired", "updated", "failing")] == [2, 2, 0]
+    assert metric("controller_runtime_reconcile_total", controller="schedext", result="error") == 1
+    assert metric("controller_runtime_reconcile_total", controller="schedext", result="success") > 0
+    reconciles = metric("controller_runtime_reconcile_total")
+    assert metric("controller_runtime_reconcile_time_seconds_count", controller="schedext") >= reconciles
+    assert 0 < metric("controller_runtime_reconcile_time_seconds_sum") < 30
+    assert metric("workqueue_queue_duration_seconds_count", name="schedext") >= reconciles
+    assert metric("workqueue_depth", name="schedext") == 0
+    assert metric("workqueue_retries_total", name="schedext") == 1
+    assert metric("sked_api_writes_total", kind="DaemonSet", verb="create") == 1
+    assert metric("sked_api_writes_total", kind="SchedExt", verb="patch") >= 1
+    assert metric("sked_api_errors_total", code="500") == 1
+    assert metric("sked_watch_restarts_total", resource="pods") >= 1
+    assert metric("leader_election_master_status", name=LEASE) == 1
+    assert metric("sked_build_info", version=sked.__version__) == 1
+    assert abs(metric("process_start_time_seconds") - time.time()) < 60
+    assert metric("process_cpu_seconds_total") == pytest.approx(time.process_time(), abs=2)
+    assert metric("process_resident_memory_bytes") > 20e6
+    assert metric("process_open_fds") == pytest.approx(len(os.listdir("/proc/self/fd")), abs=20)
+    server.delete("schedexts", "default", "scx")
+    eventually(lambda: nodes() is None)
+
+
+def test_label_values_are_escaped() -> None:
+    metrics = sked.Metrics()
+    metrics.add("sked_api_errors_total", code='a "b" \\n\nc')
+    assert 'sked_api_errors_total{code="a \\"b\\" \\\\n\\nc"} 1.0' in metrics.text({}).splitlines()
+
+
+def test_metrics_are_for_those_whom_the_api_server_allows(
+        server: ApiServer, operate: Callable, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    server.tokens |= {"token-of-reader": "reader", "token-of-nobody": "nobody"}
+    server.metrics_readers.add("reader")
+    _, port = operate("--metrics-secure")
+    monkeypatch.setattr(sked.Reviewer, "MOST", 10)
+    reviews = lambda: [sum(request.resource == what for request in server.requests) for what in REVIEWS]
+    get = lambda token, method="GET": ask(port, "/metrics", method, token, tls=True)[0]
+    assert get("") == 401 and reviews() == [0, 0]
+    assert [get("token-of-reader") for _ in range(5)] == [200] * 5 and reviews() == [1, 1]
+    assert [get("token-of-nobody") for _ in range(5)] == [403] * 5 and reviews() == [2, 2]
+    assert get("token-of-reader", "POST") == 405 and "sked_build_info" in ask(port, "/metrics", token="token-of-reader", tls=True)[1]
+    server.fault("POST", "/tokenreviews")
+    assert get("token-unreviewed") == 503
+    assert [get(f"token-{n}") for n in range(12)] == [401] * 7 + [429] * 5 and reviews() == [10, 2]
+    assert get("token-of-reader") == 200 and "token-" not in caplog.text
+
+
+def test_a_given_certificate_is_shown_also_after_it_was_renewed(server: ApiServer, operate: Callable) -> None:
+    certificate(server.folder)
+    _, port = operate("--metrics-secure", f"--metrics-cert-dir={server.folder}")
+    for _ in range(2):
+        assert ssl.get_server_certificate(("127.0.0.1", port)) == (server.folder / "tls.crt").read_text()
+        certificate(server.folder)
+
+
+# ---------------------------------------------------------------- install.yaml, README.md and the image
+
+README, DOCKERFILE = (HERE / "README.md").read_text(), (HERE / "Dockerfile").read_text()
+PROSE = re.sub(r"(?ms)^```.*?^```$", "", README)
+MANIFESTS = [obj for obj in yaml.safe_load_all((HERE / "install.yaml").read_text()) if obj]
+SCHEMA = next(obj for obj in MANIFESTS if obj["kind"] == "CustomResourceDefinition")["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+SPEC = SCHEMA["properties"]["spec"]["properties"]
+NODES = SCHEMA["properties"]["status"]["properties"]["nodes"]["properties"]
+
+
+def blocks(language: str) -> list[str]:
+    """The fenced blocks of the README in a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.M | re.S)
+
+
+def rows(heading: str) -> list[list[str]]:
+    """The rows of the README's table whose first column has that heading."""
+    table = re.search(rf"^\| {re.escape(heading)} \|.*\n\| ---.*\n((?:\|.*\n)+)", README, re.M)[1]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+
+
+def words(text: str) -> set[str]:
+    """What stands between backquotes."""
+    return set(re.findall(r"`([^`\n]+)`", text))
+
+
+def installed(kind: str, name: str = "") -> dict:
+    return next(obj for obj in MANIFESTS if obj["kind"] == kind and name in ("", obj["metadata"]["name"]))
+
+
+@functools.cache
+def judge() -> ApiServer:
+    """An API server that is only asked what it would do."""
+    return ApiServer()
+
+
+def try_to_create(obj: dict, user: str = "admin") -> str:
+    """The refusal of the API server, or nothing where it would create the object."""
+    kind = next(kind for kind in judge().resources.values() if kind.kind == obj["kind"])
+    try:
+        judge().call("POST", f"{kind.path(obj['metadata'].get('namespace', 'default'))}?dryRun=All&fieldValidation=Strict", obj, user=user)
+    except Refusal as refusal:
+        return str(refusal)
+    return ""
+
+
+SCHEDEXT_EXAMPLES = [obj for block in blocks("yaml") for obj in yaml.safe_load_all(block) if obj.get("kind") == "SchedExt"]
+FIELD_EXAMPLES = [(words(field).pop(), yaml.safe_load(words(example).pop())) for field, _, example in rows("field of `spec`")]
+
+
+def test_the_first_screen_of_the_readme_has_a_schedext_of_five_lines_and_what_kubectl_shows_of_it() -> None:
+    screen = "\n".join(README.splitlines()[:25])
+    assert blocks("yaml")[0] in screen and len(blocks("yaml")[0].splitlines()) == 5
+    shown = {"metadata": {"name": "scx-rusty", "creationTimestamp": now()}, "spec": SCHEDEXT_EXAMPLES[0]["spec"], "status": {
+        "nodes": {"desired": 3, "ready": 3}, "conditions": [{"type": "Ready", "reason": "AllReady"}]}}
+    for line in print_table(make_table(judge().resources["schedexts"], [shown], {})).splitlines():
+        assert line.rpartition(" ")[0] in screen  # its age aside
+
+
+def test_version_image_and_readme_agree() -> None:
+    manager = installed("Deployment")["spec"]["template"]["spec"]["containers"][0]
+    assert manager["image"] == f"ghcr.io/schedkit/sked:{sked.__version__}"
+    assert f'org.opencontainers.image.version="{sked.__version__}"' in DOCKERFILE
+    assert set(re.findall(r"/sked:([\w.-]+)", README + DOCKERFILE)) == {sked.__version__}
+
+
+@pytest.mark.parametrize("obj", SCHEDEXT_EXAMPLES + [schedext("scx", **{field: value}) for field, value in FIELD_EXAMPLES],
+                         ids=lambda obj: f"{obj['metadata']['name']}: {', '.join(obj['spec'])}")
+def test_every_schedext_in_the_readme_is_accepted_and_so_is_its_daemonset(obj: dict) -> None:
+    assert try_to_create(obj) == ""
+    built = sked.build_daemonset({**obj, "metadata": {**obj["metadata"], "namespace": "default", "uid": "u-1"}}, SCHEDEXT_EXAMPLES)
+    assert try_to_create(built, "sked") == ""
+
+
+def test_the_fields_in_the_readme_are_those_of_the_crd_and_those_that_build_daemonset_reads() -> None:
+    read = set()
+
+    class Spec(dict):
+        def get(self, key: str, default: Any = None) -> Any:
+            read.add(key)
+            return super().get(key, default)
+
+        def __getitem__(self, key: str) -> Any:
+            read.add(key)
+            return super().__getitem__(key)
+    sked.build_daemonset({"metadata": {"name": "x"}, "spec": Spec(sched="x")})
+    assert read == set(SPEC) == {field for field, _ in FIELD_EXAMPLES}
+    assert len(FIELD_EXAMPLES) == len(SPEC) == 14
+
+
+def constants(function: Callable) -> set[str]:
+    """The words in CamelCase among the strings that a function is made of."""
+    strings = {node.value for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))) if isinstance(node, ast.Constant)}
+    return {text for text in strings if isinstance(text, str) and re.fullmatch(r"([A-Z][a-z]+){2,}|[A-Z][a-z]{5,}", text)}
+
+
+def test_the_reasons_in_the_readme_are_those_that_sked_gives() -> None:
+    documented = {words(reason).pop() for reason, *_ in rows("reason")}
+    assert documented == {"AllReady", "RollingOut", "NodesFailing", "NoNodes", "NameTaken", "Rejected"}
+    assert constants(sked.ready_reason) | constants(sked.check_control) | constants(sked.Operator.apply) - {"Created"} == documented | {"SchedExt", "OnDelete"}
+    described = SCHEMA["properties"]["status"]["properties"]["conditions"]["items"]["properties"]["reason"]["description"]
+    assert set(re.findall(r"[A-Z]\w+", described.partition("For Ready: ")[2])) == documented
+
+
+def test_the_failures_in_the_readme_are_those_that_sked_names() -> None:
+    documented = set().union(*(words(failure) for failure, *_ in rows("failure on a node")))
+    given = constants(sked.pod_problem) | constants(sked.build_failure)
+    assert {"CrashLoopBackOff", "AlreadyAttached", "Unschedulable"} <= given
+    assert given - {"ContainerCreating", "PodInitializing", "PodScheduled", "Failed"} == documented - {"ImagePullBackOff", "ErrImagePull", "InvalidImageName"}
+
+
+def test_what_happens_when_and_what_sked_is_not_are_told() -> None:
+    assert [len(rows(heading)) for heading in ("when", "sked is not")] == [10, 4]
+
+
+def test_every_flag_is_explained_and_the_readme_names_no_other(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        sked.main(["--help"])
+    help = capsys.readouterr().out
+    known = set(re.findall(r"--[a-z][a-z0-9-]+", help.partition("options:")[0]))
+    explained = set(re.findall(r"^  (?:-h, )?(--[a-z0-9-]+)(?: \S+)*\n? {2,}[a-z]", help, re.M))
+    commands = re.findall(r"sked\.py (.*)", README) + re.findall(r'"value": "(--.*?)"', README) + [code for code in words(PROSE) if code.startswith("--")]
+    named = set(re.findall(r"--[a-z][a-z0-9-]+", " ".join(commands)))
+    assert len(known) >= 13 and known | {"--help"} == explained | named
+    assert {"--kubeconfig", "--render", "--leader-elect", "--metrics-cert-dir", "--namespace"} <= named
+
+
+CONSOLE = [(command, output) for block in blocks("console") for command, output in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.M)]
+
+
+@pytest.mark.parametrize("command, output", [
+    pytest.param(command, output, id=command) for command, output in CONSOLE if re.search(r"sked\.py --(render|version)", command)])
+def test_what_the_readme_shows_of_sked_without_a_cluster_is_what_it_prints(tmp_path: Path, command: str, output: str) -> None:
+    (tmp_path / "scx-rusty.yaml").write_text(blocks("yaml")[0])
+    program, script, *args = command.split()
+    assert (program, script) == (".venv/bin/python", "sked.py")
+    assert subprocess.run([sys.executable, HERE / script, *args], cwd=tmp_path, capture_output=True, text=True).stdout == output
+
+
+def test_the_readme_shows_render_and_version_and_the_two_commands_of_a_fresh_machine() -> None:
+    assert {command.split()[2] for command, _ in CONSOLE if "sked.py" in command} == {"--render", "--version", "--log-level=debug"}
+    prepare = "python3 -m venv .venv && .venv/bin/pip install -q -r requirements.txt && .venv/bin/python "
+    assert [block for block in blocks("sh") if "venv .venv" in block] == [prepare + "test_sked.py\n", prepare + "-m pytest -q\n"]
+
+
+def test_ci_runs_the_test_command_of_the_readme(tmp_path: Path) -> None:
+    (tmp_path / "python3").write_text("#!/bin/sh\nexit 7\n")
+    (tmp_path / "python3").chmod(0o755)
+    ran = subprocess.run([HERE / ".ci" / "run"], env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}, capture_output=True, text=True)
+    assert ran.returncode == 7
+    assert ran.stdout == "python3 -m venv .venv && .venv/bin/pip install -q -r requirements.txt && .venv/bin/python -m pytest -q\n"
+
+
+def test_the_function_is_embedded_as_the_readme_shows(capsys: pytest.CaptureFixture) -> None:
+    exec(blocks("python")[0], {})
+    everywhere, latency = (yaml.safe_load(text) for text in capsys.readouterr().out.strip().split("\n\n"))
+    excluded = dig(everywhere, ".spec.template.spec.affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.nodeSelectorTerms[0]")
+    assert excluded == {"matchExpressions": [{"key": "pool", "operator": "NotIn", "values": ["latency"]}]}
+    assert latency["spec"]["template"]["spec"]["nodeSelector"] == {"pool": "latency"} and "affinity" not in latency["spec"]["template"]["spec"]
+
+
+def test_the_loop_is_embedded_as_the_readme_shows() -> None:
+    with ApiServer() as server:
+        server.create(schedext("scx"))
+        environment = os.environ | {"KUBECONFIG": str(server.kubeconfig("sked")), "PYTHONPATH": str(HERE)}
+        process = subprocess.Popen([sys.executable, "-c", blocks("python")[1]], env=environment, stderr=subprocess.PIPE, text=True)
+        eventually(lambda: server.get("daemonsets", "default", "scx") or process.poll() is not None)
+        process.send_signal(signal.SIGINT)
+        log = process.communicate(timeout=5)[1]
+    assert process.returncode == 0 and "default/scx: Created: created DaemonSet scx" in log
+
+
+def test_the_metrics_in_the_readme_exist() -> None:
+    named = set(re.findall(r"\b(?:sked|workqueue|controller_runtime|process|leader_election)_[a-z_]+\b", README))
+    assert {"sked_schedext_nodes", "leader_election_master_status"} <= named <= set(sked.METRICS)
+    assert set(re.findall(r'state="(\w+)"', README)) == {"failing", "desired"} <= set(NODES)
+
+
+def test_the_readme_names_only_objects_that_are_installed() -> None:
+    named = set(re.findall(r"(?<![\w./-])sked-[a-z-]+[a-z]", README.replace("sked-controller\n", "")))
+    assert {"sked-system", "sked-controller-manager", "sked-manager-role", "sked-schedext-editor-role"} <= named
+    assert named <= {obj["metadata"]["name"] for obj in MANIFESTS}
+
+
+def test_every_link_in_the_readme_leads_somewhere() -> None:
+    headings = {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in re.findall(r"^#+ (.*)", README, re.M)}
+    inside = {link for link in re.findall(r"\]\(([^)]+)\)", README) if not link.startswith("https://")}
+    assert {link for link in inside if not link.startswith("#")} == {"sked.py", "install.yaml"}
+    assert {link[1:] for link in inside if link.startswith("#")} <= headings
+
+
+# ---------------------------------------------------------------- install.yaml: the CRD
+
+IMAGE, SHA = "ghcr.io/schedkit/scheds/scx_rusty:latest", "sha256:" + "0123456789abcdef" * 4
+GOOD = {
+    "sched": ["scx_rusty", "schedkit/scx_rusty:1.0", "localhost/scx", "localhost:5000/a/b:v1", "registry:5000/scx", "Registry.Example.com:5000/team/scx:1.2.3",
+              "10.0.0.1:5000/scx", "[::1]/scx", "[2001:db8::A]:5000/a/scx:tag", f"scx@{SHA}", f"[::1]:5000/scx:1@{SHA}", "a.b_c__d-e---f/x1",
+              "scx:" + "t" * 128, "scx:_a.b-C", "a" * 512],
+    "nodeSelector": [{}, {"pool": "latency", "kubernetes.io/arch": "arm64"}, {"node-role.kubernetes.io/worker": ""}, {"k" * 63: "v" * 63, "1": "A.b_c-9"}],
+    "tolerations": [[], [{"operator": "Exists"}], [{"key": "dedicated", "value": "latency", "effect": "NoExecute", "tolerationSeconds": 300}],
+                    [{"key": "a", "operator": "Equal", "value": ""}] * 2],
+    "priorityClassName": ["system-node-critical"],
+    "imagePullSecrets": [[{"name": "a"}, {"name": "b.c"}]],
+    "hostPID": [True, False],
+    "imagePullPolicy": ["Always", "IfNotPresent", "Never"],
+    "args": [[], ["--slice-us", "5000", "--slice-us", "", "a b"]],
+    "env": [[{"name": "A", "value": ""}, {"name": "a.b-c_D", "value": "$(A)"}, {"name": "B"}],
+            [{"name": "A", "valueFrom": {"configMapKeyRef": {"name": "m", "key": "k"}}}, {"name": "B", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
+             {"name": "C", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k.x_Y-1", "optional": True}}},
+             {"name": "D", "valueFrom": {"resourceFieldRef": {"resource": "limits.memory", "divisor": "1Mi"}}}]],
+    "resources": [{}, {"requests": {"cpu": 1, "memory": "1.5Gi"}, "limits": {"cpu": ".5", "memory": "1e9", "example.com/dongle": "1"}}, {"requests": {"cpu": 0}}],
+    "terminationMessagePolicy": ["File", "FallbackToLogsOnError"],
+    "updateStrategy": [{}, {"type": "OnDelete"}, {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 5}}, {"rollingUpdate": {"maxUnavailable": "100%"}}],
+    "minReadySeconds": [0, 10],
+    "hostPaths": [[], ["/sys/kernel/debug", "/a b/..c/d../...", "/x/.y"]],
+}
+REFERENCE, KEY = "must be an image reference, [registry[:port]/]path[:tag][@sha256:digest]", "a toleration needs a key, or else operator: Exists"
+LABELS, SOURCE = "must be labels of nodes, such as pool: latency", "valueFrom needs exactly one of: configMapKeyRef, secretKeyRef, fieldRef, resourceFieldRef"
+SHARE, PATHS = "must be a number of nodes from 1 up, or a percentage from 1% to 100%", "must be an absolute path such as /sys/kernel/debug"
+BAD = [  # field, value, words of the refusal
+    *(("sched", text, REFERENCE) for text in (
+        "", " scx", "scx\n", "https://ghcr.io/schedkit/scx", "ghcr.io/Schedkit/scx", "Scx", "/scx", "scx/", "a//b", "scx:", "scx:a:b", "scx:" + "t" * 129,
+        "scx:-tag", "scx@", f"scx@{SHA[:-1]}", f"scx@{SHA}0", f"scx@{SHA.upper()}", f"scx@sha512:{'0' * 128}", f"scx@{SHA}:tag", "scx-", "a..b", "a___b",
+        "ghcr.io:/scx", "ghcr.io:port/scx", "ghcr.io:123456/scx", "::1/scx", "[::1/scx", "[::g]/scx", "user@host/scx", "$(IMAGE)", "\u00fc/scx")),
+    ("sched", "a" * 513, "spec.sched: Too long: may not be more than 512 bytes"),
+    ("sched", 5, "spec.sched in body must be of type string"),
+    ("sched", None, "spec.sched: Required value"),
+    *(("nodeSelector", {"pool": value}, LABELS) for value in ("low latency", "a-", "a/b", "a\n")),
+    *(("nodeSelector", {key: "a"}, LABELS) for key in ("", "a b", "/a", "A.io/b", "a/b/c", "k" * 64, "d." * 200 + "io/k")),
+    ("nodeSelector", {"pool": "a" * 64}, "spec.nodeSelector.pool: Too long: may not be more than 63 bytes"),
+    ("nodeSelector", {"pool": True}, "spec.nodeSelector.pool in body must be of type string"),
+    ("nodeSelector", {f"k{i}": "v" for i in range(33)}, "spec.nodeSelector: Too many: 33: must have at most 32 items"),
+    *(("tolerations", [toleration], KEY) for toleration in ({}, {"operator": "Equal", "value": "x"}, {"effect": "NoSchedule"})),
+    ("tolerations", [{"key": "", "operator": "Exists"}], "spec.tolerations[0].key in body should be at least 1 chars long"),
+    ("tolerations", [{"key": "a", "value": "b c"}], "spec.tolerations[0].value in body should match"),
+    ("tolerations", [{"key": "a", "operator": "Exists", "value": "b"}], "operator: Exists takes no value"),
+    ("tolerations", [{"key": "a", "tolerationSeconds": 3}], "tolerationSeconds only goes with effect: NoExecute"),
+    ("tolerations", [{"key": "a", "operator": "Lt"}], 'spec.tolerations[0].operator: Unsupported value: "Lt": supported values: "Exists", "Equal"'),
+    ("tolerations", [{"key": "a", "effect": "Never"}], 'spec.tolerations[0].effect: Unsupported value: "Never"'),
+    ("tolerations", [{"key": "a"}] * 65, "spec.tolerations: Too many: 65: must have at most 64 items"),
+    ("priorityClassName", "High", "spec.priorityClassName in body should match"),
+    ("imagePullSecrets", ["a"], "spec.imagePullSecrets[0] in body must be of type object"),
+    ("imagePullSecrets", [{}], "spec.imagePullSecrets[0].name: Required value"),
+    ("imagePullSecrets", [{"name": "a"}, {"name": "a"}], 'spec.imagePullSecrets[1]: Duplicate value: {"name":"a"}'),
+    ("hostPID", "true", "spec.hostPID in body must be of type boolean"),
+    ("imagePullPolicy", "always", 'spec.imagePullPolicy: Unsupported value: "always": supported values: "Always", "IfNotPresent", "Never"'),
+    ("args", ["--slice-us", 5000], "spec.args[1] in body must be of type string"),
+    ("args", "--slice-us 5000", "spec.args in body must be of type array"),
+    ("env", [{"value": "x"}], "spec.env[0].name: Required value"),
+    ("env", [{"name": "A=B"}], "spec.env[0].name in body should match"),
+    ("env", [{"name": "A"}, {"name": "A"}], 'spec.env[1]: Duplicate value: {"name":"A"}'),
+    ("env", [{"name": "A", "value": "b", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}], "a variable has either a value or a valueFrom, not both"),
+    ("env", [{"name": "A", "valueFrom": {}}], SOURCE),
+    ("env", [{"name": "A", "valueFrom": {"configMapKeyRef": {"name": "m", "key": "k"}, "secretKeyRef": {"name": "m", "key": "k"}}}], SOURCE),
+    ("env", [{"name": "A", "valueFrom": {"secretKeyRef": {"key": "m"}}}], "spec.env[0].valueFrom.secretKeyRef.name: Required value"),
+    ("env", [{"name": "A", "valueFrom": {"fileKeyRef": {"path": "x"}}}], 'unknown field "spec.env[0].valueFrom.fileKeyRef"'),
+    *(("resources", {"limits": {"memory": amount}}, "spec.resources.limits.memory in body should match") for amount in ("64MB", "64 Mi", "-1", "")),
+    ("resources", {"requests": {"cpu": -1}}, "spec.resources.requests.cpu in body should be greater than or equal to 0"),
+    ("resources", {"requests": {"cpu": 0.5}}, "spec.resources.requests.cpu in body must be of type"),
+    ("resources", {"claims": []}, 'unknown field "spec.resources.claims"'),
+    ("terminationMessagePolicy", "Logs", 'spec.terminationMessagePolicy: Unsupported value: "Logs": supported values: "File", "FallbackToLogsOnError"'),
+    *(("updateStrategy", {"rollingUpdate": {"maxUnavailable": share}}, SHARE) for share in (0, -1, "0%", "101%", "5", "1.5%", "ten")),
+    ("updateStrategy", {"type": "OnDelete", "rollingUpdate": {"maxUnavailable": 1}}, "rollingUpdate only goes with type: RollingUpdate"),
+    ("updateStrategy", {"type": "Recreate"}, 'spec.updateStrategy.type: Unsupported value: "Recreate": supported values: "RollingUpdate", "OnDelete"'),
+    ("updateStrategy", {"rollingUpdate": {"maxSurge": 1}}, 'unknown field "spec.updateStrategy.rollingUpdate.maxSurge"'),
+    ("minReadySeconds", -1, "spec.minReadySeconds in body should be greater than or equal to 0"),
+    ("minReadySeconds", "10", "spec.minReadySeconds in body must be of type integer"),
+    *(("hostPaths", [path], PATHS) for path in ("", "/", "sys", "/sys/", "/sys//kernel", "/sys/..", "/../etc", "/sys/./kernel", "/sys:/kernel")),
+    ("hostPaths", ["/sys", "/proc", "/sys"], 'spec.hostPaths[2]: Duplicate value: "/sys"'),
+    ("hostPaths", [f"/{i}" for i in range(33)], "spec.hostPaths: Too many: 33: must have at most 32 items"),
+    ("replicas", 3, 'unknown field "spec.replicas"'),
+]
+
+
+@pytest.mark.parametrize("field, value", [(field, value) for field, values in GOOD.items() for value in values])
+def test_the_crd_accepts_what_works_and_so_does_the_daemonset(field: str, value: Any) -> None:
+    obj = schedext("scx", **{"sched": IMAGE, field: value})
+    assert try_to_create(obj) == ""
+    assert try_to_create(sked.build_daemonset({**obj, "metadata": {**obj["metadata"], "uid": "u-1"}}), "sked") == ""
+
+
+@pytest.mark.parametrize("field, value, words", BAD)
+def test_the_crd_refuses_nonsense_and_says_why(field: str, value: Any, words: str) -> None:
+    assert words in try_to_create(schedext("scx", **{"sched": IMAGE, field: value}))
+
+
+@pytest.mark.parametrize("name, refused", [("n" * 63, False), ("scx.rusty", False), ("n" * 64, True), ("n" * 253, True)])
+def test_the_name_of_a_schedext_fits_into_a_label(name: str, refused: bool) -> None:
+    assert ("may have at most 63 characters, because it becomes the value of a label" in try_to_create(schedext(name))) is refused
+    assert bool(try_to_create(schedext(name))) is refused
+
+
+def test_every_field_and_every_rule_of_the_crd_has_examples() -> None:
+    def rules(schema: Any) -> Iterator[str]:
+        for child in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+            yield from rules(child)
+        yield from (rule["message"] for rule in schema.get("x-kubernetes-validations", ())) if isinstance(schema, dict) else ()
+    assert set(GOOD) == set(SPEC) == {field for field, *_ in BAD} - {"replicas"}
+    assert {message for message in rules(SPEC) if not any(words in message for *_, words in BAD)} == set()
+
+
+def test_every_field_of_the_crd_is_described() -> None:
+    def silent(schema: dict, path: str) -> Iterator[str]:
+        yield from [] if schema.get("description") else [path]
+        for name, child in [*schema.get("properties", {}).items(), *((f"{part}[]", schema[part]) for part in ("items", "additionalProperties") if part in schema)]:
+            yield from silent(child, f"{path}.{name}")
+    assert list(silent(SCHEMA, "")) == [".metadata"]
+
+
+def test_kubectl_gets_image_desired_ready_reason_age_and_in_wide_the_message() -> None:
+    obj = {"metadata": {"name": "scx", "creationTimestamp": now(73 * 3600)}, "spec": {"sched": IMAGE}, "status": {"nodes": {"desired": 3, "ready": 2}, "conditions": [
+        {"type": "Other", "reason": "No"}, {"type": "Ready", "reason": "RollingOut", "message": "wait"}]}}
+    table = make_table(judge().resources["schedexts"], [obj], {})
+    assert [(column["name"], column["priority"]) for column in table["columnDefinitions"]] == [
+        ("Name", 0), ("Image", 0), ("Desired", 0), ("Ready", 0), ("Reason", 0), ("Age", 0), ("Message", 1)]
+    assert table["rows"][0]["cells"] == ["scx", IMAGE, 3, 2, "RollingOut", "3d", "wait"]
+    names = installed("CustomResourceDefinition")["spec"]["names"]
+    assert (names["shortNames"], names["categories"]) == (["scx"], ["all"])
+
+
+# ---------------------------------------------------------------- install.yaml: the operator
+
+OPERATOR_ROLES = [("ClusterRole", "sked-manager-role"), ("Role", "sked-leader-election-role"), ("ClusterRole", "sked-metrics-auth-role")]
+RIGHTS = [(kind, name, resource, verb) for kind, name in OPERATOR_ROLES for rule in installed(kind, name)["rules"]
+          for resource in rule["resources"] for verb in rule["verbs"]]
+# No request is made with these; without them, these are refused where owner references are enforced, as they are here.
+UNUSED = {("schedexts/finalizers", "update"): {("daemonsets", "create"), ("daemonsets", "patch")}, ("daemonsets", "delete"): {("daemonsets", "patch")}}
+
+
+def test_install_yaml_has_these_objects_in_this_order() -> None:
+    assert [(obj["kind"], obj["metadata"]["name"], obj["metadata"].get("namespace")) for obj in MANIFESTS] == [
+        ("Namespace", "sked-system", None), ("CustomResourceDefinition", "schedexts.sked.schedkit.io", None), ("PriorityClass", "sked-controller-manager", None),
+        ("ServiceAccount", "sked-controller-manager", "sked-system"), ("ClusterRole", "sked-manager-role", None), ("ClusterRoleBinding", "sked-manager-rolebinding", None),
+        ("Role", "sked-leader-election-role", "sked-system"), ("RoleBinding", "sked-leader-election-rolebinding", "sked-system"),
+        ("ClusterRole", "sked-metrics-auth-role", None), ("ClusterRoleBinding", "sked-metrics-auth-rolebinding", None), ("ClusterRole", "sked-metrics-reader", None),
+        ("ClusterRole", "sked-schedext-editor-role", None), ("ClusterRole", "sked-schedext-viewer-role", None), ("Deployment", "sked-controller-manager", "sked-system"),
+        ("Service", "sked-controller-manager-metrics-service", "sked-system")]
+
+
+def test_all_but_the_namespace_and_the_crd_goes_with_the_operators_label() -> None:
+    label = {obj["kind"]: obj["metadata"]["labels"].get("app.kubernetes.io/component") for obj in MANIFESTS}
+    assert [kind for kind, value in label.items() if value != "operator"] == ["Namespace", "CustomResourceDefinition"] and set(label.values()) == {None, "operator"}
+
+
+def test_the_operators_rights_have_no_wildcard_and_no_secrets_nodes_or_schedexts_to_write() -> None:
+    assert len(RIGHTS) == len(set(RIGHTS)) == 18 and not {"*", "secrets", "nodes"} & {word for right in RIGHTS for word in right}
+    assert {verb for *_, resource, verb in RIGHTS if resource == "schedexts"} == {"list", "watch"}
+    bound = [(obj["kind"], obj["roleRef"]["name"], subject["name"]) for obj in MANIFESTS if "roleRef" in obj for subject in obj["subjects"]]
+    assert bound == [(f"{kind}Binding", name, "sked-controller-manager") for kind, name in OPERATOR_ROLES]
+
+
+def test_looking_goes_with_the_built_in_view_and_editing_with_nothing() -> None:
+    aggregated = {obj["metadata"]["name"]: label for obj in MANIFESTS for label in obj["metadata"]["labels"] if "aggregate" in label}
+    assert aggregated == {"sked-schedext-viewer-role": "rbac.authorization.k8s.io/aggregate-to-view"}
+    assert {verb for rule in installed("ClusterRole", "sked-schedext-viewer-role")["rules"] for verb in rule["verbs"]} == {"get", "list", "watch"}
+    assert "create" in installed("ClusterRole", "sked-schedext-editor-role")["rules"][0]["verbs"]
+
+
+@contextlib.contextmanager
+def everything_at_once(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], set[tuple[str, str]]]]:
+    """Lets sked do all that it ever does; gives the (resource, verb) of its requests that were allowed, or that were not."""
+    monkeypatch.setattr(sked, "backoff", lambda failures, most: 0.05)
+    monkeypatch.setattr(sked, "GATHER_SECONDS", 0.05)
+    for name, labels in (("orphan", {"managed-by": "sked-controller"}), ("taken", {})):
+        obj = sked.build_daemonset({"metadata": {"name": name, "namespace": "default"}, "spec": {"sched": IMAGE}})
+        server.create({**obj, "metadata": {**obj["metadata"], "labels": labels}})
+    for name in ("new", "orphan", "taken"):
+        server.create(schedext(name))
+    api = sked.Api(lambda: sked.load_configuration(str(server.kubeconfig("sked")), None))
+    operator, elector = sked.Operator(api), sked.Elector(api, "sked-system")
+    for attempt in (elector.take, elector.take, lambda: sked.Reviewer(api).status("Bearer admin")):
+        with contextlib.suppress(sked.ApiError):
+            attempt()
+    thread = threading.Thread(target=operator.run)
+    thread.start()
+    try:
+        yield lambda allowed: {(r.what, r.verb) for r in list(server.requests) if r.user == "sked" and (r.status != 403) is allowed}
+    finally:
+        operator.stop.set()
+        thread.join(5)
+
+
+def test_the_operator_uses_each_of_its_rights_and_needs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    rights = {right[2:] for right in RIGHTS} - UNUSED.keys()
+    with ApiServer() as server, everything_at_once(server, monkeypatch) as requests:
+        eventually(lambda: requests(True) >= rights)
+        eventually(lambda: {dig(obj, ".status.conditions[0].reason") for obj in server.list("schedexts")} == {"RollingOut", "NameTaken"})
+        assert requests(True) == rights and requests(False) == set()
+
+
+@pytest.mark.parametrize("kind, name, resource, verb", RIGHTS)
+def test_without_any_one_of_its_rights_something_is_refused(monkeypatch: pytest.MonkeyPatch, kind: str, name: str, resource: str, verb: str) -> None:
+    rules = [{**rule, "verbs": [each for each in rule["verbs"] if (resource, each) != (rule["resources"][0], verb)]} for rule in installed(kind, name)["rules"]]
+    expected = UNUSED.get((resource, verb), {(resource, verb)})
+    with ApiServer() as server:
+        server.patch(f"{kind.lower()}s", "sked-system" if kind == "Role" else "", name, {"rules": rules})
+        with everything_at_once(server, monkeypatch) as requests:
+            eventually(lambda: requests(False) >= expected)
+            assert requests(False) == expected
+
+
+def test_the_operators_pod_passes_the_restricted_pod_security_standard() -> None:
+    pod = installed("Deployment")["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert not pod.keys() & {"hostNetwork", "hostPID", "hostIPC", "initContainers"} and not any("hostPort" in port for port in container["ports"])
+    assert pod["securityContext"] == {"runAsNonRoot": True, "runAsUser": 65532, "runAsGroup": 65532, "seccompProfile": {"type": "RuntimeDefault"}}
+    assert container["securityContext"] == {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+    assert [volume.keys() - {"name"} for volume in pod["volumes"]] == [{"emptyDir"}]
+
+
+def test_the_deployment_runs_what_the_rest_expects() -> None:
+    spec = installed("Deployment")["spec"]
+    pod, manager = spec["template"]["spec"], spec["template"]["spec"]["containers"][0]
+    args = sked.parse(manager["args"])
+    assert (spec["replicas"], args.leader_elect, args.health_probe_bind_address, args.metrics_bind_address, args.metrics_secure) == (1, True, ":8081", ":8443", True)
+    assert [manager[probe]["httpGet"] for probe in ("livenessProbe", "readinessProbe")] == [{"path": "/healthz", "port": 8081}, {"path": "/readyz", "port": 8081}]
+    assert installed("Service")["spec"]["ports"][0]["targetPort"] == 8443 and {port["containerPort"] for port in manager["ports"]} == {8081, 8443}
+    selector, labels = spec["selector"]["matchLabels"], spec["template"]["metadata"]["labels"]
+    assert selector == installed("Service")["spec"]["selector"] == {"control-plane": "controller-manager"} and selector.items() <= labels.items()
+    assert pod["priorityClassName"] == installed("PriorityClass")["metadata"]["name"] and pod["serviceAccountName"] == installed("ServiceAccount")["metadata"]["name"]
+    assert (installed("ServiceAccount")["automountServiceAccountToken"], pod["automountServiceAccountToken"]) == (False, True)
+    assert manager["resources"] == {"requests": {"cpu": "10m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}}
+
+
+# ---------------------------------------------------------------- the image, and the files
+
+INSTRUCTIONS = re.findall(r"^([A-Z]+) (.*)$", re.sub(r"\\\n", " ", re.sub(r"(?m)^#.*\n", "", DOCKERFILE)), re.M)
+
+
+def instruction(name: str) -> list[str]:
+    return [rest for found, rest in INSTRUCTIONS if found == name]
+
+
+def test_the_image_is_pinned_small_and_not_root() -> None:
+    assert instruction("FROM") == ["python:3.13.14-slim-trixie"]
+    assert instruction("USER") == ["65532:65532"] and INSTRUCTIONS.index(("USER", "65532:65532")) > max(i for i, (name, _) in enumerate(INSTRUCTIONS) if name == "RUN")
+    assert json.loads(instruction("ENTRYPOINT")[0]) == ["python", "-m", "sked"] == installed("Deployment")["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert set(" ".join(instruction("EXPOSE")).split()) == {"8081", "8443"} and instruction("CMD") == []
+
+
+def test_the_image_gets_only_the_dependency_of_the_operator() -> None:
+    (chosen,) = [re.search(r"grep '(\S+)' /sked/requirements.txt\s+\| pip install", run)[1] for run in instruction("RUN") if "pip install" in run]
+    requirements = (HERE / "requirements.txt").read_text().splitlines()
+    assert [line for line in requirements if re.search(chosen, line)] == ["kubernetes>=37.0,<38"]
+    assert [re.split("[<>=]", line)[0] for line in requirements] == ["kubernetes", "pytest", "pytest-mock"]
+
+
+def test_docker_is_given_only_what_the_dockerfile_copies() -> None:
+    copied = {source for line in instruction("COPY") for source in line.split()[:-1]}
+    patterns = [line for line in (HERE / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
+    assert patterns[0] == "*" and {pattern.lstrip("!") for pattern in patterns[1:]} == copied == {"requirements.txt", "sked.py"}
+
+
+def test_these_files_are_all_there_is() -> None:
+    ignored = {line.strip("/") for line in (HERE / ".gitignore").read_text().splitlines()} | {".git"}
+    assert {path.name for path in HERE.iterdir()} - ignored == {
+        "sked.py", "test_sked.py", "requirements.txt", "install.yaml", "Dockerfile", ".dockerignore", "README.md", ".ci", ".gitignore"}
+    assert {path.name for path in (HERE / ".ci").iterdir()} == {"run"}
 
 
 # ---------------------------------------------------------------- python test_sked.py
