@@ -582,7 +582,7 @@ class Operator:
 
     def write(self, method: str, path: str, body: dict) -> dict:
         self.before_write()
-        answer = self.api.request(method, path, body)
+        answer = self.api.request(method, path, body, fieldValidation="Ignore")  # else it is decoded twice, for warnings that nobody reads
         self.metrics.add("sked_api_writes_total", verb="patch" if method == "PATCH" else "create", kind=answer.get("kind"))
         return answer
 
