@@ -356,7 +356,7 @@ class Memory:
     wrote = -math.inf  # when something was written for it last
     told = ""  # reason of the event sent last
     overruled: tuple | None = None  # a patch that changed nothing, and the generation it met
-    had_pods: float | None = None  # when it had a pod last
+    wanting = -math.inf  # since when it wants pods and has none: infinite while that is not so, and at first what the status says
 
 
 class Operator:
@@ -472,9 +472,11 @@ class Operator:
         if daemonset and not controls(schedext, daemonset):
             daemonset = None
         clock, pods, memory = time.monotonic(), self.pods.select(key) if daemonset else [], self.memory[key]
-        if pods or memory.had_pods is None and ready_condition(schedext).get("reason") != "NodesFailing":
-            memory.had_pods = clock
-        refused = not pods and (memory.had_pods is None or clock - memory.had_pods >= SETTLE_SECONDS)
+        if pods or not daemonset or not daemonset["status"]["desiredNumberScheduled"]:
+            memory.wanting = math.inf
+        elif memory.wanting == math.inf or memory.wanting == -math.inf and ready_condition(schedext).get("reason") != "NodesFailing":
+            memory.wanting = clock
+        refused = clock - memory.wanting >= SETTLE_SECONDS
         pods = [pod for pod in pods if not pod.leaving]
         status = build_status(schedext, daemonset, pods, self.rivals(key, pods, clock), refused, blocked, timestamp(), clock)
         waits = [self.write_status(key, schedext, status), *(max(pod.settles_at - clock, GATHER_SECONDS) for pod in pods if pod.settles_at > clock)]
@@ -482,8 +484,8 @@ class Operator:
             raise blocked
         if blocked:
             waits.append(blocked.look_again)
-        if status["nodes"]["desired"] and not pods:  # if there are none by then, they are refused
-            waits.append(SETTLE_SECONDS)
+        if memory.wanting < math.inf and not refused:
+            waits.append(memory.wanting + SETTLE_SECONDS - clock)
         return min(waits)
 
     def rivals(self, key: Key, pods: list[Pod], clock: float) -> dict[str, str]:

@@ -2667,6 +2667,18 @@ def test_pods_refused_at_admission_are_told(server: ApiServer, kubelets: Kubelet
     eventually(lambda: reason(server, ns, "x") == "AllReady")
 
 
+def test_the_first_node_after_long_gets_its_time_before_its_pod_counts_as_refused(server: ApiServer, kubelets: Kubelets, ns: str, start: Callable) -> None:
+    kubelets.admit = False
+    operator = start()
+    server.create(schedext("x", RUSTY, ns))
+    eventually(lambda: reason(server, ns, "x") == "NoNodes")
+    written = time.monotonic()
+    eventually(lambda: time.monotonic() > written + sked.SETTLE_SECONDS and not operator.queue.due)
+    kubelets.add_node("n1")
+    eventually(lambda: reason(server, ns, "x") == "NodesFailing")
+    assert [key for key, _ in itertools.groupby(ready["reason"] for ready in history(server, ns, "x"))] == ["NoNodes", "RollingOut", "NodesFailing"]
+
+
 def test_two_on_one_node_clash_and_the_loser_says_with_whom(server: ApiServer, kubelets: Kubelets, ns: str, start: Callable) -> None:
     kubelets.up_seconds, kubelets.backoff_seconds, kubelets.most_seconds, kubelets.waiting_seconds = 0.4, 0.3, 0.4, 0.2
     kubelets.add_node("n1")
