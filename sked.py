@@ -95,9 +95,10 @@ class Api:
         tls = urllib3.util.ssl_.create_urllib3_context(cert_reqs=ssl.CERT_REQUIRED if configuration.verify_ssl else ssl.CERT_NONE)
         if configuration.verify_ssl and not configuration.ssl_ca_cert:
             tls.load_default_certs()
-        self.pool = RESTClientObject(configuration).pool_manager
-        self.pool.connection_pool_kw["ssl_context"] = tls
-        self.configuration, self.host, self.token_due = configuration, configuration.host, 0.0
+        manager = RESTClientObject(configuration).pool_manager
+        manager.connection_pool_kw["ssl_context"] = tls
+        self.pool = manager.connection_from_url(configuration.host)  # asking the manager each time costs a quarter of a request
+        self.configuration, self.host, self.token_due = configuration, configuration.host.rstrip("/"), 0.0
 
     def get(self, path: str, timeout: float = REQUEST_SECONDS) -> dict | None:
         """An object, or None where there is none."""
@@ -131,9 +132,9 @@ class Api:
             self.token, self.token_due = {"Authorization": token["value"]} if token else {}, time.monotonic() + TOKEN_SECONDS
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
         headers = {"Accept": "application/json", "Content-Type": kind, "User-Agent": f"sked/{__version__}", **self.token}
-        url = f"{self.host}{path}{'?' * bool(query)}{urllib.parse.urlencode(query)}"
+        url = f"{urllib.parse.urlsplit(self.host).path}{path}{'?' * bool(query)}{urllib.parse.urlencode(query)}"
         data = None if body is None else json.dumps(body).encode()
-        response = self.pool.request(method, url, body=data, headers=headers, timeout=timeout, preload_content=False)
+        response = self.pool.urlopen(method, url, data, headers, retries=False, timeout=timeout, preload_content=False)
         if response.status < 300:
             return response
         if response.status == 401:
@@ -545,8 +546,8 @@ class Operator:
     def write_status(self, key: Key, schedext: dict, status: dict) -> float:
         """Patch the status where it differs; if that is too early, seconds until it may be."""
         before, memory, ready = schedext["status"], self.memory[key], status["conditions"][-1]
-        unseen = not before and ready["reason"] == "RollingOut" and not status["nodes"]["desired"]  # by the DaemonSet controller: worth a wait
-        early = memory.wrote + GATHER_SECONDS * (5 if unseen else 1) - time.monotonic()
+        hold = 5 * GATHER_SECONDS if ready["message"] == NOT_LOOKED else GATHER_SECONDS  # more can be said soon
+        early = memory.wrote + hold - time.monotonic()
         if status == before or early > 0:
             return math.inf if status == before else early
         patch = {"metadata": {"resourceVersion": schedext["metadata"]["resourceVersion"]}, "status": dict.fromkeys(before) | status}
@@ -789,6 +790,9 @@ def keep_daemonset(obj: dict, *_: Any) -> dict:
 # ---------------------------------------------------------------- build_status
 
 
+NOT_LOOKED = "waiting for the DaemonSet controller"
+
+
 class Pod(NamedTuple):
     """What is kept of a pod."""
 
@@ -907,7 +911,7 @@ def ready_reason(schedext: dict, daemonset: dict, nodes: dict, failures: list[di
     """Reason and message of the Ready condition where the DaemonSet is as it should be."""
     (namespace, name), desired = key_of(schedext), nodes["desired"]
     if daemonset["status"]["observedGeneration"] < daemonset["metadata"]["generation"]:
-        return "RollingOut", "waiting for the DaemonSet controller"
+        return "RollingOut", NOT_LOOKED
     if not desired:
         labels = ",".join(f"{key}={value}" for key, value in sorted(selector_of(schedext)))
         return "NoNodes", f"no node is there for it: check labels and taints with 'kubectl get nodes{' -l ' * bool(labels)}{labels}'"
