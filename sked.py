@@ -154,7 +154,7 @@ class Api:
         except ApiError as error:
             self.metrics.add("sked_api_errors_total", code=error.status)
             raise
-        except (urllib3.exceptions.HTTPError, OSError, ValueError, kubeconfig.ConfigException) as error:
+        except (urllib3.exceptions.HTTPError, OSError, ValueError, yaml.YAMLError, kubeconfig.ConfigException) as error:
             self.metrics.add("sked_api_errors_total", code=0)
             words = str(error).rpartition(": ")[2].partition(" (read timeout")[0]  # whose seconds are never the same
             raise ApiError(0, f"no usable answer from the API server at {self.host}: {words}") from error
@@ -265,7 +265,7 @@ class Reflector:
         if status == 410 or self.failures % 3 == 0:
             self.version = ""
         if not isinstance(error, ApiError):
-            log.error("%s: bug in the watch loop", self.name, exc_info=error)
+            log.log(logging.ERROR if self.failures == 1 else logging.DEBUG, "%s: bug in the watch loop", self.name, exc_info=error)
         elif status == 404 and self.name == "schedexts":
             self.sweep(set())  # with the CRD go all SchedExts
             self.operator.report(self.name, "SchedExts are unknown to the API server: install the CRD with 'kubectl apply -f install.yaml'")
@@ -919,7 +919,7 @@ def ready_reason(schedext: dict, daemonset: dict, nodes: dict, failures: list[di
         first = failures[0]
         return "NodesFailing", f"failing on {nodes['failing']} of {desired} nodes; {first['node']}: {first['reason']}: {first['message']}"
     if refused:
-        return "NodesFailing", (f"{desired} nodes want a pod and none exists: the namespace must allow privileged pods: 'kubectl label "
+        return "NodesFailing", (f"{desired} nodes want a pod and none exists: the namespace must allow privileged pods: 'kubectl label --overwrite "
                                 f"namespace {namespace} pod-security.kubernetes.io/enforce=privileged'; if it does, see "
                                 f"'kubectl describe daemonset -n {namespace} {name}'")
     image = daemonset["spec"]["template"]["spec"]["containers"][0]["image"]  # after a rollback its pods have an old revision
@@ -1122,7 +1122,7 @@ def gauges(operator: Operator, leads: bool) -> dict[tuple, float]:
 
 
 class Reviewer:
-    """Asks the API server who may read the metrics; for each token once in a while, and not for too many."""
+    """Asks the API server who may read the metrics; for each token once in a while, and not for too many new ones."""
 
     KEEP_SECONDS, MOST = 10.0, 100
 
@@ -1137,10 +1137,11 @@ class Reviewer:
             return 401
         digest, now = hashlib.sha256(token.encode()).digest(), time.monotonic()
         with self.lock:
-            self.answers = {known: answer for known, answer in self.answers.items() if answer[0] > now}
-            if digest not in self.answers:
-                if len(self.answers) >= self.MOST:
-                    return 429
+            # Whoever was let in has a place for longer, so that strangers cannot crowd out the scraper.
+            self.answers = {known: (due, status) for known, (due, status) in self.answers.items() if due + 600 * (status == 200) > now}
+            if digest not in self.answers and len(self.answers) >= self.MOST:
+                return 429
+            if self.answers.get(digest, (0, 0))[0] <= now:
                 self.answers[digest] = now + self.KEEP_SECONDS, self.review(token.strip())
             return self.answers[digest][1]
 
@@ -1162,7 +1163,7 @@ class Reviewer:
 class Handler(http.server.BaseHTTPRequestHandler):
     """GET and HEAD of the server's routes."""
 
-    protocol_version, timeout = "HTTP/1.1", 5
+    protocol_version, timeout, disable_nagle_algorithm = "HTTP/1.1", 5, True
 
     def do_GET(self) -> None:
         route = self.server.routes.get(self.path.partition("?")[0])
@@ -1305,7 +1306,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     flag("--metrics-secure", default=True, help="metrics by HTTPS, to those whom the API server allows (default: true)", **switch)
     flag("--metrics-cert-dir", metavar="DIR", help="tls.crt and tls.key for the metrics; else a self-signed certificate")
     flag("--enable-http2", default=False, help="must be false: HTTP/1.1 is all there is", **switch)
-    flag("--log-level", "--zap-log-level", default="info", choices=("debug", "info", "warning", "error"))
+    flag("--log-level", "--zap-log-level", default="info", choices=("debug", "info", "warning", "error"), help="how much to say (default: %(default)s)")
     for name in ("--zap-devel", "--zap-encoder", "--zap-stacktrace-level", "--zap-time-encoding"):
         flag(name, nargs="?", help=argparse.SUPPRESS)  # the Go operator's; they mean nothing here
     flag("--version", action="version", version=__version__)

@@ -2162,7 +2162,7 @@ def test_no_pods_for_long_means_that_they_are_refused() -> None:
     fresh, late = status(seen(4), []), status(seen(4), [], refused=True)
     assert fresh["conditions"][0]["reason"] == "RollingOut"
     assert late["conditions"][0]["reason"] == "NodesFailing" and late["nodes"]["failing"] == 4
-    assert "kubectl label namespace tools pod-security.kubernetes.io/enforce=privileged" in late["conditions"][0]["message"]
+    assert "kubectl label --overwrite namespace tools pod-security.kubernetes.io/enforce=privileged" in late["conditions"][0]["message"]
 
 
 def test_what_blocks_the_daemonset_is_the_reason_and_the_counts_stay() -> None:
@@ -2661,7 +2661,7 @@ def test_pods_refused_at_admission_are_told(server: ApiServer, kubelets: Kubelet
     start()
     server.create(schedext("x", RUSTY, ns))
     eventually(lambda: reason(server, ns, "x") == "NodesFailing")
-    assert f"kubectl label namespace {ns}" in condition(server, ns, "x")["message"]
+    assert f"kubectl label --overwrite namespace {ns}" in condition(server, ns, "x")["message"]
     kubelets.admit = True
     server.patch("nodes", "", "n1", {"metadata": {"labels": {"x": "y"}}})
     eventually(lambda: reason(server, ns, "x") == "AllReady")
@@ -3539,6 +3539,16 @@ def test_metrics_are_for_those_whom_the_api_server_allows(
     assert get("token-unreviewed") == 503
     assert [get(f"token-{n}") for n in range(12)] == [401] * 7 + [429] * 5 and reviews() == [10, 2]
     assert get("token-of-reader") == 200 and "token-" not in caplog.text
+
+
+def test_strangers_do_not_crowd_out_who_was_let_in_before(mocker: Any) -> None:
+    reviewer = sked.Reviewer(mocker.Mock())
+    review = mocker.patch.object(reviewer, "review", side_effect=lambda token: 200 if token == "scraper" else 401)
+    clock = mocker.patch.object(sked.time, "monotonic", return_value=0.0)
+    assert reviewer.status("Bearer scraper") == 200
+    clock.return_value = 11.0
+    assert [reviewer.status(f"Bearer {n}") for n in range(101)] == [401] * 99 + [429] * 2
+    assert reviewer.status("Bearer scraper") == 200 and review.call_count == 101
 
 
 def test_a_given_certificate_is_shown_also_after_it_was_renewed(server: ApiServer, operate: Callable) -> None:
