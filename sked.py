@@ -507,7 +507,9 @@ class Operator:
                 have = look()
             if not have:
                 try:
-                    return self.create(key, schedext, want, path)
+                    have = self.daemonsets.store(self.write("POST", path, want))
+                    self.tell(key, schedext, "Normal", "Created", f"created DaemonSet {key[1]}")
+                    return have
                 except ApiError as error:
                     if error.status != 409 or not (have := look()):
                         raise
@@ -519,11 +521,6 @@ class Operator:
             if error.status not in (400, 403, 422):
                 raise
             raise Blocked("Rejected", f"the API server refused the DaemonSet: {str(error)[:1000]}", None) from None
-
-    def create(self, key: Key, schedext: dict, want: dict, path: str) -> dict:
-        have = self.daemonsets.store(self.write("POST", path, want))
-        self.tell(key, schedext, "Normal", "Created", f"created DaemonSet {key[1]}")
-        return have
 
     def patch(self, key: Key, schedext: dict, have: dict, want: dict, path: str) -> dict:
         """The DaemonSet, patched where it differs from what is wanted."""
@@ -640,11 +637,9 @@ def build_daemonset(schedext: dict, yields_to: Iterable[dict] = ()) -> dict:
     owner = {"apiVersion": "sked.schedkit.io/v1", "kind": "SchedExt", "name": meta["name"], "uid": meta.get("uid"),
              "controller": True, "blockOwnerDeletion": True}
     return {
-        "apiVersion": "apps/v1",
-        "kind": "DaemonSet",
+        "apiVersion": "apps/v1", "kind": "DaemonSet",
         "metadata": {
-            "name": meta["name"],
-            **some(namespace=meta.get("namespace")),
+            "name": meta["name"], **some(namespace=meta.get("namespace")),
             "labels": {LABEL: OURS},
             **some(ownerReferences=[owner] if meta.get("uid") else None),
         },
@@ -1363,10 +1358,11 @@ def run(args: argparse.Namespace) -> None:
     serve(args, operator, elector.leads if elector else lambda: True)
     log.info("sked %s, for SchedExts in %s, at %s", __version__, args.namespace or "all namespaces", api.host)
     if elector:
-        operator.health.spawn("lease", elector.run, operator)
+        renewal = operator.health.spawn("lease", elector.run, operator)
         while not elector.leads() and not operator.stop.wait(0.05):
             pass
     if operator.run() and elector:
+        renewal.join(0.4)  # else its last answer could make ours a conflict
         elector.release()
     log.info("stopped")
 

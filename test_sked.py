@@ -3658,7 +3658,7 @@ def constants(function: Callable) -> set[str]:
 def test_the_reasons_in_the_readme_are_those_that_sked_gives() -> None:
     documented = {words(reason).pop() for reason, *_ in rows("reason")}
     assert documented == {"AllReady", "RollingOut", "NodesFailing", "NoNodes", "NameTaken", "Rejected"}
-    assert constants(sked.ready_reason) | constants(sked.check_control) | constants(sked.Operator.apply) - {"Created"} == documented | {"SchedExt", "OnDelete"}
+    assert constants(sked.ready_reason) | constants(sked.check_control) | constants(sked.Operator.apply) - {"Normal", "Created"} == documented | {"SchedExt", "OnDelete"}
     described = SCHEMA["properties"]["status"]["properties"]["conditions"]["items"]["properties"]["reason"]["description"]
     assert set(re.findall(r"[A-Z]\w+", described.partition("For Ready: ")[2])) == documented
 
