@@ -844,8 +844,9 @@ def pod_problem(meta: dict, status: dict, container: dict) -> tuple[str, str]:
         return status["reason"], status.get("message", "")
     if waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing", "CrashLoopBackOff"):
         return waiting["reason"], waiting.get("message", "")
-    if died or waiting.get("reason") == "CrashLoopBackOff":
-        return "CrashLoopBackOff", crash_message(meta, died or {}, container.get("restartCount", 0))
+    restarts = container.get("restartCount", 0)
+    if died or restarts or waiting.get("reason") == "CrashLoopBackOff":  # what it died of may be forgotten by now
+        return "CrashLoopBackOff", crash_message(meta, died or {}, restarts)
     unschedulable = [c for c in status.get("conditions") or () if c["type"] == "PodScheduled" and c.get("reason") == "Unschedulable"]
     return ("Unschedulable", unschedulable[0].get("message", "")) if unschedulable else ("", "")
 

@@ -2219,6 +2219,7 @@ def died(code: int = 1, **more: Any) -> dict:
     pytest.param(raw_pod(BACKOFF, died(2), 7), "CrashLoopBackOff", "exit code 2, 7 restarts;", id="backing off"),
     pytest.param(raw_pod(UP, died(), 7), "CrashLoopBackOff", "exit code 1, 7 restarts;", id="up again"),
     pytest.param(raw_pod(BACKOFF), "CrashLoopBackOff", "exit code unknown", id="backing off, cause lost"),
+    pytest.param(raw_pod(UP, None, 3), "CrashLoopBackOff", "exit code unknown, 3 restarts", id="up again, cause lost"),
     pytest.param(raw_pod(died(137, reason="OOMKilled")), "CrashLoopBackOff", "exit code 137 (OOMKilled), 0 restarts", id="out of memory"),
     pytest.param(raw_pod(died(message="cannot attach:\n Device or resource busy\n")), "CrashLoopBackOff", ": cannot attach: Device or resource busy; see", id="last words"),
     pytest.param(raw_pod({}, phase="Failed", reason="Evicted", message="disk pressure"), "Evicted", "disk pressure", id="evicted"),
