@@ -872,7 +872,8 @@ def build_status(schedext: dict, daemonset: dict | None, pods: list[Pod], rivals
                  now: str, clock: float) -> dict:
     """The status of a SchedExt whose DaemonSet and pods are these, now; refused: there have been no pods for too long."""
     meta, before, seen = schedext["metadata"], ready_condition(schedext), daemonset["status"] if daemonset else {}
-    failures = [build_failure(pod, rivals) for pod in sorted(pods, key=lambda pod: (pod.node, pod.name)) if pod.fails(clock)]
+    failing = sorted((pod for pod in pods if pod.fails(clock)), key=lambda pod: (pod.node, pod.name))
+    failures = [build_failure(pod, rivals) for pod in failing]
     nodes = {
         "desired": seen.get("desiredNumberScheduled", 0),
         "ready": sum(pod.settles_at <= clock for pod in pods),
