@@ -556,8 +556,8 @@ class Operator:
         spawn(self.send_events, "events")
         workers = [spawn(self.work, f"worker-{n}") for n in range(WORKERS)]
         self.stop.wait()
-        self.queue.wake()
         for worker in workers:
+            self.queue.wake()
             worker.join(0.8 / WORKERS)
         return not any(worker.is_alive() for worker in workers)
 
@@ -838,8 +838,6 @@ def build_daemonset(schedext: dict, yields_to: Iterable[dict] = ()) -> dict:
     sched = spec.get("sched") if isinstance(spec, dict) else None
     if not isinstance(sched, str) or not sched.strip():
         raise ValueError("spec.sched is missing: it names the image of a scheduler")
-    if not isinstance(spec.get("hostPaths", []), list):
-        raise ValueError("spec.hostPaths must be a list")
 
     def given(fields: tuple[str, ...]) -> dict:
         return {field: spec[field] for field in fields if spec.get(field) is not None}
@@ -1514,7 +1512,7 @@ class Server(http.server.ThreadingHTTPServer):
         """Answer in a thread of its own; where there are too many, the oldest one has to go."""
         if len(self.held) >= MAX_CONNECTIONS:
             oldest = list(self.held)[0]
-            del self.held[oldest]
+            self.held.pop(oldest, None)
             with contextlib.suppress(OSError):
                 oldest.shutdown(socket.SHUT_RDWR)
         self.held[request] = None
