@@ -651,8 +651,8 @@ class Operator:
         except ValueError as error:
             raise Blocked("Rejected", str(error)) from None
         except ApiError as error:
-            if error.status in (404, 409):  # the cache is behind
-                return True
+            if error.status in (404, 409) or "is being terminated" in str(error):
+                return True  # the cache is behind, or the namespace goes, and the SchedExt with it
             if error.status in (400, 403, 422) or self.queue.failures.get(key, 0) > LASTING:
                 message = f"the API server refused the DaemonSet: {str(error)[:1000]}"
                 raise Blocked("Rejected", message) from None

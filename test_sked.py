@@ -2561,6 +2561,25 @@ def test_a_refused_daemonset_is_told_and_retried_and_stops_no_other(
     world.expect("RollingOut", "refused")
 
 
+def test_in_a_namespace_that_is_being_deleted_nothing_is_told(
+    world: World, server: ApiServer
+) -> None:
+    why = "unable to create new content in namespace default because it is being terminated"
+
+    def webhook(request: Request, obj: dict) -> dict:
+        if request.what == "daemonsets":
+            raise request.kind.forbidden("x", why)
+        return obj
+
+    server.webhook = webhook
+    world.start()
+    world.add()
+    eventually(lambda: sum(request.status == 403 for request in server.writes()) == 5)
+    assert not server.get("schedexts", world.ns, "x").get("status")
+    server.webhook = None
+    eventually(world.made)
+
+
 def test_restarted_on_finished_work_it_writes_nothing(
     world: World, server: ApiServer, kubelets: Kubelets
 ) -> None:
