@@ -1953,6 +1953,16 @@ class World:
         eventually(lambda: sum(passes[key] for key in list(passes) if key[0] == name) >= total)
         return self.written(since)
 
+    def is_idle(self) -> bool:
+        """Whether sked has heard of all that there is, and has nothing to do."""
+        operator = self.operator
+        heard = [copy(list(cache.items.values())) for cache in operator.reflectors[:2]]
+        versions = {obj["metadata"]["resourceVersion"] for objs in heard for obj in objs}
+        there = self.api.list("schedexts") + self.api.list("daemonsets")
+        if versions != {obj["metadata"]["resourceVersion"] for obj in there}:
+            return False
+        return not operator.queue.due and not operator.queue.busy
+
     def written(self, since: float = 0.0) -> list[str]:
         done = [request for request in self.api.writes(since) if request.status < 300]
         return [f"{request.verb} {request.what}" for request in done]
@@ -3817,7 +3827,7 @@ def test_a_change_concerns_only_those_that_yield_to_it(world: World, server: Api
         world.add(name, nodeSelector=selector)
     for name in selectors:
         world.expect("RollingOut", name)
-    eventually(lambda: not world.operator.queue.due)
+    eventually(world.is_idle)
     looked_at.clear()
     world.edit("a", sched=LAVD)
     world.expect("RollingOut", "a")
