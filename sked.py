@@ -3,15 +3,23 @@
     API server --watch--> Reflector --key--> WorkQueue --> worker --> reconcile
     reconcile: build_daemonset -> create or patch -> build_status -> patch the status
 
+The operator is in the middle of this file: reconcile, the DaemonSet, what differs, placement,
+status. Around it stands what controller-runtime gives a Go operator: the API client, watching, the
+queue, the lease, metrics. That part is written by hand because what the kubernetes package offers
+for it costs up to 30 MiB, drops fields it does not know, and loses errors of watches and leases.
+
 Throughout this file:
     schedext   a SchedExt, as the plain dict that the API returns
     daemonset  a DaemonSet, likewise
     pod        the few facts that are kept of a scheduler's pod
     key        (namespace, name) of a SchedExt, and so of its DaemonSet
     selector   the pairs of a nodeSelector, as a set: of two that nest, the larger wins
+    parked     of a DaemonSet: it was moved to other nodes, and no pod need restart for that
 
-Only keys travel through the queue. reconcile reads the caches and never asks which event woke it.
-Each cache is written by one thread, its Reflector's. sked deletes nothing: owner references do.
+Three rules keep it simple:
+    Only keys travel through the queue. reconcile reads the caches and never asks what woke it.
+    Each cache has one writer, its reflector. What sked writes comes back through the watch.
+    sked never acts on a DaemonSet older than its own last write, and never deletes anything.
 """
 
 from __future__ import annotations
@@ -22,6 +30,7 @@ import contextlib
 import datetime
 import functools
 import gc
+import hashlib
 import heapq
 import http.server
 import itertools
@@ -29,7 +38,6 @@ import json
 import logging
 import math
 import os
-import queue
 import random
 import shutil
 import signal
@@ -54,41 +62,19 @@ from kubernetes.client.rest import RESTClientObject
 from kubernetes.utils.keepalive import tcp_keepalive_socket_options
 from kubernetes.utils.quantity import parse_quantity
 
-__version__ = "1.1.0"
+__version__ = "1.2.0"
 
 Key = tuple[str, str]
 Selector = frozenset[tuple[str, str]]
 
-SCHEDEXTS = "/apis/sked.schedkit.io/v1{}/schedexts"
-DAEMONSETS = "/apis/apps/v1{}/daemonsets"
-PODS = "/api/v1{}/pods"
-EVENTS = "/api/v1{}/events"
-LEASES = "/apis/coordination.k8s.io/v1{}/leases"
-LABEL, OURS = "managed-by", "sked-controller"  # on every DaemonSet and pod of sked's
-SUSPENDED = "sked.schedkit.io/suspended"  # a label that no node has
-
-CONNECT_SECONDS = 10.0
-REQUEST_SECONDS = 30.0  # the API server takes no longer for anything but a watch
-WATCH_SECONDS = 240  # then the API server ends a watch
-RECONNECT_SECONDS = 8.0  # at most, between two tries: an outage is over within 10 s of its end
-STUCK_SECONDS = 360.0  # a thread that shows no sign of life for this long hangs
-TOKEN_SECONDS = 10.0  # between two looks at the token
-PAGE_ITEMS = 100  # of a list
-WORKERS = 4
 GATHER_SECONDS = 1.0  # changes are gathered, and a SchedExt's status is written at most this often
-SETTLE_SECONDS = 10.0  # a scheduler that cannot attach is Ready for 2 s at every try
 BLOCKED_SECONDS = 60.0  # until another look at what somebody else has to change
-RETRY_SECONDS = 300.0  # at most, between two tries of what fails or is undone again and again
-LASTING = 4  # failures in a row: what is no refusal yet is told in the status all the same
-MAX_TERMS = 100  # of a node affinity
-MAX_FAILURES = 10  # listed in a status
-MAX_CONNECTIONS = 64  # to each of our own HTTP servers
 
 log = logging.getLogger("sked")
 
 
 def backoff(failures: int, most: float) -> float:
-    """Seconds to wait after so many failures in a row: 1, 2, 4, ..., with jitter."""
+    """Seconds to wait after so many failures in a row: 1, 2, 4, ...; half a second after none."""
     return min(most, 2.0 ** min(failures - 1, 20)) * random.uniform(0.75, 1.0)
 
 
@@ -107,11 +93,6 @@ def key_of(obj: dict) -> Key:
     return obj["metadata"]["namespace"], obj["metadata"]["name"]
 
 
-def path_to(resource: str, namespace: str, *names: str) -> str:
-    scope = f"/namespaces/{namespace}" if namespace else ""
-    return "/".join([resource.format(scope), *names])
-
-
 def spawn(run: Callable[[], Any], name: str) -> threading.Thread:
     thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
@@ -120,9 +101,25 @@ def spawn(run: Callable[[], Any], name: str) -> threading.Thread:
 
 # ---------------------------------------------------------------- the API server
 
+SCHEDEXTS = "/apis/sked.schedkit.io/v1{}/schedexts"
+DAEMONSETS = "/apis/apps/v1{}/daemonsets"
+PODS = "/api/v1{}/pods"
+EVENTS = "/api/v1{}/events"
+LEASES = "/apis/coordination.k8s.io/v1{}/leases"
+
+CONNECT_SECONDS = 10.0
+REQUEST_SECONDS = 30.0  # the API server takes no longer for anything but a watch
+WATCH_SECONDS = 240  # then the API server ends a watch
+POOL_CONNECTIONS = 12  # one for each thread that may talk to the API server
+
+
+def path_to(resource: str, namespace: str, *names: str) -> str:
+    scope = f"/namespaces/{namespace}" if namespace else ""
+    return "/".join([resource.format(scope), *names])
+
 
 class ApiError(Exception):
-    """The API server refused (its HTTP status), or gave no usable answer (status 0)."""
+    """The API server refused (its HTTP status) or gave no usable answer (status 0)."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -143,44 +140,37 @@ class Api:
 
     def __init__(self, configure: Callable[[], Configuration]) -> None:
         self.configure = configure
-        self.metrics = Metrics()
         self.lock = threading.Lock()
         self.connect()
 
     def connect(self) -> None:
         """Read the configuration, and forget all connections and credentials."""
         self.configuration = self.configure()
-        self.configuration.connection_pool_maxsize = WORKERS + 8
+        self.configuration.connection_pool_maxsize = POOL_CONNECTIONS
         self.configuration.socket_options = tcp_keepalive_socket_options(30, 10, 3)
         manager = RESTClientObject(self.configuration).pool_manager
         manager.connection_pool_kw["ssl_context"] = client_tls(self.configuration)
         for option in ("ca_certs", "ca_cert_data", "cert_file", "key_file"):
             manager.connection_pool_kw.pop(option, None)  # else each connection loads them again
         self.host = self.configuration.host.rstrip("/")
-        self.pool = manager.connection_from_url(self.host)
-        url = urllib.parse.urlsplit(self.host)
-        self.base = self.host if url.scheme == "http" else url.path  # as an http:// proxy wants it
-        self.must_connect = False  # anew: our credentials or certificates are out of date
-        self.token_due = 0.0
+        self.manager = manager
+        self.must_connect = False  # again: our credentials or certificates are out of date
 
     def authorization(self) -> dict:
         """The header that says who we are. It may change: a file or a plugin renews the token."""
         with self.lock:
             if self.must_connect:
                 self.connect()
-            if time.monotonic() >= self.token_due:
-                setting = self.configuration.auth_settings().get("BearerToken", {})
-                self.token = setting.get("value")
-                self.token_due = time.monotonic() + TOKEN_SECONDS
-            if self.token:
-                return {"Authorization": self.token}
+            setting = self.configuration.auth_settings().get("BearerToken")
+            if setting and setting["value"]:
+                return {"Authorization": setting["value"]}
             if self.host.startswith("https:") and not self.configuration.cert_file:
                 self.must_connect = True
-                raise ValueError("the kubeconfig gives no credentials, does its plugin fail?")
+                raise ValueError("the kubeconfig gives no credentials; does its plugin fail?")
             return {}
 
     def get(self, path: str, timeout: float = REQUEST_SECONDS) -> dict | None:
-        """An object, or None where there is none."""
+        """An object, or None if it does not exist."""
         try:
             return self.request("GET", path, timeout=timeout)
         except ApiError as error:
@@ -197,26 +187,40 @@ class Api:
         **query: Any,
     ) -> dict:
         """The JSON that the API server answers."""
+        if method != "GET":
+            query["fieldValidation"] = "Ignore"  # saves the server from decoding it twice
         with self.open(method, path, body, timeout, **query) as response:
             return json.loads(response.data)
+
+    def watch(self, path: str, **query: Any) -> Iterator[dict]:
+        """The events of a watch, after an empty one that says it is open.
+
+        Only what goes wrong in here is an ApiError: what the caller does with an event is not.
+        """
+        query |= {"watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": WATCH_SECONDS}
+        timeout = WATCH_SECONDS + REQUEST_SECONDS
+        with self.open("GET", path, None, timeout, **query) as response:
+            yield {}
+            for line in response:
+                yield json.loads(line)
 
     @contextlib.contextmanager
     def open(
         self, method: str, path: str, body: dict | None, timeout: float, **query: Any
     ) -> Iterator[urllib3.BaseHTTPResponse]:
-        """The response to a request that succeeded; what goes wrong while it is read counts too."""
+        """The response to a request that succeeded; failing to read it is an ApiError, too."""
         kind = "merge-patch+json" if method == "PATCH" else "json"
         headers = {"Content-Type": f"application/{kind}", "User-Agent": f"sked/{__version__}"}
         status = 0
         try:
-            headers |= self.authorization()  # which may connect anew
-            response = self.pool.urlopen(
+            headers |= self.authorization()  # which may connect again
+            response = self.manager.urlopen(
                 method,
-                f"{self.base}{path}?{urllib.parse.urlencode(query)}",
+                f"{self.host}{path}?{urllib.parse.urlencode(query)}",
                 body=json.dumps(body) if body else None,
                 headers=headers,
+                redirect=False,
                 retries=False,
-                assert_same_host=False,  # a proxy's differs
                 timeout=urllib3.Timeout(connect=CONNECT_SECONDS, total=timeout),
                 preload_content=False,
             )
@@ -232,7 +236,7 @@ class Api:
             message = f"no usable answer from the API server at {self.host}: {cause}"
             raise ApiError(0, message) from error
         finally:
-            self.metrics.add("rest_client_requests_total", code=status, method=method)
+            METRICS.requested(method, status)
 
     def refusal(self, response: urllib3.BaseHTTPResponse) -> ApiError:
         self.must_connect |= response.status == 401
@@ -243,7 +247,8 @@ class Api:
 
 
 def client_tls(configuration: Configuration) -> ssl.SSLContext:
-    """One context for all connections, which loads the certificates before there is any."""
+    """One context for all connections. It loads the certificates once: doing so at each connect
+    crashes Python."""
     context = ssl.create_default_context(cafile=configuration.ssl_ca_cert)
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # it refuses some hosted clusters
     if not configuration.verify_ssl:
@@ -255,6 +260,10 @@ def client_tls(configuration: Configuration) -> ssl.SSLContext:
 
 
 # ---------------------------------------------------------------- watching
+
+LABEL, OURS = "managed-by", "sked-controller"  # on every DaemonSet and pod of sked's
+RECONNECT_SECONDS = 8.0  # at most: we are back within 10 s of the API server's return
+PAGE_ITEMS = 100  # of a list
 
 
 class Reflector:
@@ -268,21 +277,30 @@ class Reflector:
         self.path = path_to(self.RESOURCE, namespace)
         self.name = self.path.rpartition("/")[2]
         self.items = {}  # by key
-        self.groups = {}  # by group, then by key
-        self.synced = threading.Event()
+        self.groups = defaultdict(dict)  # by group, then by key
+        self.filled = threading.Event()
 
     def keep(self, obj: dict, old: Any) -> Any:
         """What the cache keeps of an object."""
         obj["metadata"].pop("managedFields", None)
-        return {"spec": {}, "status": {}} | lean(obj)
+        for part in ("spec", "status"):
+            if not isinstance(obj.get(part), dict):  # a lax CRD may allow anything
+                obj[part] = {}
+        return lean(obj)
 
-    def groups_of(self, item: Any) -> set[Hashable]:
-        """What an item can be found by, beside its key."""
-        return set()
+    def group_of(self, item: Any) -> Hashable:
+        """What an item can be found by, besides its key."""
+        return None
 
     def changed(self, old: Any, new: Any) -> None:
-        """Queue the keys that a change concerns; what is not there is None."""
+        """Queue the keys that a change concerns; None stands for what is not there."""
         raise NotImplementedError
+
+    def get(self, key: Key) -> Any:
+        return self.items.get(key)
+
+    def all(self) -> list:
+        return list(self.items.values())
 
     def select(self, group: Hashable) -> list:
         return list(self.groups.get(group, {}).values())
@@ -291,17 +309,17 @@ class Reflector:
         version, failures = "", 0
         while not self.operator.stop.is_set():
             try:
-                version = self.watch(version or self.fill())
+                version = self.follow(version or self.fill())
                 failures = 0
             except Exception as error:
                 version = ""
                 failures += 1
                 self.failed(error)
-            # a moment also where all is well, for proxies that end each watch at once
+            # a pause even if all is well: some proxies end each watch at once
             self.operator.stop.wait(backoff(failures, RECONNECT_SECONDS))
 
     def fill(self) -> str:
-        """List all there is into the cache, and return the version to watch from."""
+        """List everything into the cache. Returns the version to watch from."""
         items = dict.fromkeys(self.items)  # what is not in the list is gone
         query = self.QUERY | {"limit": PAGE_ITEMS}
         more = True
@@ -310,48 +328,45 @@ class Reflector:
             try:
                 page = self.operator.api.request("GET", self.path, **query)
             except ApiError as error:
-                if error.status == 404:
-                    self.update(dict.fromkeys(self.items))  # with the CRD go all SchedExts
+                if error.status == 404:  # the CRD is gone, and all SchedExts with it
+                    self.update(dict.fromkeys(self.items))
                 raise
             for obj in page.get("items") or ():
-                items[key_of(obj)] = self.keep(obj, self.items.get(key_of(obj)))
+                items[key_of(obj)] = self.keep(obj, self.get(key_of(obj)))
             more = query["continue"] = page["metadata"].get("continue")
         self.update(items)
-        self.synced.set()
+        self.filled.set()
         return page["metadata"]["resourceVersion"]
 
-    def watch(self, version: str) -> str:
-        """Follow the changes since a version, and return the last version seen.
+    def follow(self, version: str) -> str:
+        """Watch from a version on. Returns the last version seen.
 
-        Empty where nothing came, not even a bookmark: that is how some servers answer to a
-        version from before they were restored from a backup.
+        It is empty if nothing came, not even a bookmark: that is how some servers answer a version
+        from before they were restored from a backup.
         """
-        query = {"watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": WATCH_SECONDS}
-        query |= self.QUERY | {"resourceVersion": version}
-        timeout = WATCH_SECONDS + REQUEST_SECONDS
         last = ""
         self.operator.beat()
-        with self.operator.api.open("GET", self.path, None, timeout, **query) as response:
-            self.operator.report(self.name, "")
-            for line in response:
-                self.operator.beat()
-                last = self.handle(json.loads(line))
+        for event in self.operator.api.watch(self.path, **self.QUERY, resourceVersion=version):
+            self.operator.beat()
+            if event:
+                last = self.handle(event)
+            else:
+                self.operator.recovered(self.name)
         return last
 
     def handle(self, event: dict) -> str:
-        """One event of a watch; returns its version."""
+        """Take in one event of a watch. Returns its version."""
         kind, obj = event["type"], event["object"]
         if kind == "ERROR":
             raise ApiError(obj.get("code", 0), obj.get("message", "the watch failed"))
         if kind != "BOOKMARK":
             key = key_of(obj)
-            item = None if kind == "DELETED" else self.keep(obj, self.items.get(key))
-            self.update({key: item})
+            self.update({key: None if kind == "DELETED" else self.keep(obj, self.get(key))})
         return obj["metadata"]["resourceVersion"]
 
     def update(self, items: dict) -> None:
         """Put all of them (None: it is gone), then tell: nobody works on half a list."""
-        changes = [(self.items.get(key), item) for key, item in items.items()]
+        changes = [(self.get(key), item) for key, item in items.items()]
         for key, item in items.items():
             self.put(key, item)
         for old, new in changes:
@@ -359,33 +374,28 @@ class Reflector:
                 self.changed(old, new)
 
     def put(self, key: Key, item: Any) -> None:
-        """In such an order that readers find the old item or the new one, never none."""
-        old = self.items.get(key)
-        before = self.groups_of(old) if old else set()
-        after = self.groups_of(item) if item else set()
-        for group in after:
-            self.groups.setdefault(group, {})[key] = item
-        for group in before - after:
-            del self.groups[group][key]
-            if not self.groups[group]:
-                del self.groups[group]
+        """Add before removing: at any moment, a reader finds the old item or the new one."""
+        old = self.items.pop(key, None) if item is None else self.get(key)
         if item:
-            self.items[key] = item
-        else:
-            self.items.pop(key, None)
+            self.items[key] = self.groups[self.group_of(item)][key] = item
+        if old and not (item and self.group_of(item) == self.group_of(old)):
+            group = self.groups[self.group_of(old)]
+            del group[key]
+            if not group:
+                del self.groups[self.group_of(old)]
 
     def failed(self, error: Exception) -> None:
         if not isinstance(error, ApiError):
             log.error("%s: bug in the watch loop", self.name, exc_info=error)
         elif error.status == 404:
             hint = "install the CRD with 'kubectl apply -f install.yaml'"
-            self.operator.report(self.name, f"the API server knows no {self.name}: {hint}")
+            self.operator.fault(self.name, f"the API server has no {self.name}: {hint}")
         elif error.status != 410:  # which only says that the version is too old
-            self.operator.report(self.name, str(error))
+            self.operator.fault(self.name, str(error))
 
 
 def lean(value: Any) -> Any:
-    """The same, its keys shared with all others in the caches: that halves them."""
+    """The same value, its keys shared with the rest of the caches: that halves them."""
     if isinstance(value, dict):
         return {sys.intern(key): lean(field) for key, field in value.items()}
     if isinstance(value, list):
@@ -396,21 +406,24 @@ def lean(value: Any) -> Any:
 class SchedExts(Reflector):
     RESOURCE = SCHEDEXTS
 
-    def groups_of(self, schedext: dict) -> set[Hashable]:
-        return {selector_of(schedext)}
+    def group_of(self, schedext: dict) -> Selector:
+        return selector_of(schedext)
+
+    def selectors(self) -> list[Selector]:
+        return list(self.groups)
 
     def changed(self, old: dict | None, new: dict | None) -> None:
-        """A SchedExt matters to itself and, where its selector is news, to those that yield."""
+        """A SchedExt concerns itself and, if its selector is news, those that yield to it."""
         self.operator.queue.add(key_of(new or old))
         selectors = {selector_of(schedext) for schedext in (old, new) if schedext}
-        if old and new and len(selectors) == 1:
-            return
-        for loser in list(self.groups):
+        if not self.filled.is_set() or (old and new and len(selectors) == 1):
+            return  # the first list queues everything anyway
+        # A winner that comes should find the kernel free; the pods of one that goes need a moment.
+        after = 0.0 if new else GATHER_SECONDS
+        for loser in self.selectors():
             if any(loser < selector for selector in selectors):
                 for schedext in self.select(loser):
-                    # at once, so that the kernel is free when the other one's scheduler comes;
-                    # where that one goes, its pods need a moment
-                    self.operator.queue.add(key_of(schedext), 0.0 if new else GATHER_SECONDS)
+                    self.operator.queue.add(key_of(schedext), after)
 
 
 class DaemonSets(Reflector):
@@ -418,10 +431,56 @@ class DaemonSets(Reflector):
     QUERY = {"labelSelector": f"{LABEL}={OURS}"}
 
     def changed(self, old: dict | None, new: dict | None) -> None:
-        """Drift is undone at once. All else can wait, also that it is gone: the deletion of its
-        SchedExt may not have reached the watch yet."""
+        """Drift is undone at once. Everything else can wait, deletion included: the deletion of
+        its SchedExt may not have reached the watch yet."""
         is_edit = old and new and old["metadata"]["generation"] < new["metadata"]["generation"]
         self.operator.queue.add(key_of(new or old), 0.0 if is_edit else GATHER_SECONDS)
+
+
+# ---------------------------------------------------------------- pods
+
+SCX, PROBE = "scx", "probe"  # the containers that sked puts into a pod
+CRASHED = "CrashLoopBackOff"
+
+Problem = tuple[str, str]  # reason and message; empty if there is none
+
+
+class Pod:
+    """What is kept of a pod. It is up while all of sked's containers are ready."""
+
+    def __init__(self, obj: dict, old: Pod | None) -> None:
+        meta, spec, status = obj["metadata"], obj["spec"], obj.get("status") or {}
+        owner = controller_of(obj)
+        states = {c["name"]: c for c in status.get("containerStatuses") or ()}
+        ours = [states.get(c["name"], {}) for c in spec["containers"] if c["name"] in (SCX, PROBE)]
+        starts = [c["state"]["running"]["startedAt"] for c in ours if c.get("ready")]
+        self.owner = (meta["namespace"], owner.get("name", ""))
+        self.daemonset = owner.get("uid", "")
+        self.name = meta["name"]
+        self.node = spec.get("nodeName") or target_node(spec)
+        self.revision = meta.get("labels", {}).get("controller-revision-hash")  # of the template
+        self.template = meta.get("labels", {}).get("pod-template-generation")
+        self.leaving = "deletionTimestamp" in meta
+        # when it came up, by the node's clock and by ours: None and infinite while it is not up
+        self.started = max(starts) if ours and len(starts) == len(ours) else None
+        self.since = up_since(self.started, old)
+        # its last failure, even if it is up again
+        self.reason, self.message = pod_problem(meta, status, states)
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Pod) and vars(self) == vars(other)
+
+    def settled(self, now: float, settle: float) -> bool:
+        """Whether it has stayed up for long enough."""
+        return self.settles_in(now, settle) <= 0
+
+    def settles_in(self, now: float, settle: float) -> float:
+        """Seconds until it has settled, if it stays up; infinite while it is not up."""
+        return self.since + settle - now
+
+    def fails(self, now: float, settle: float) -> bool:
+        """After a failure it fails until it settles, so a crash loop is one steady failure."""
+        return bool(self.reason) and not self.settled(now, settle)
 
 
 class Pods(Reflector):
@@ -429,19 +488,96 @@ class Pods(Reflector):
     QUERY = {"labelSelector": f"{LABEL}={OURS}"}
 
     def keep(self, obj: dict, old: Pod | None) -> Pod:
-        return keep_pod(obj, old)
+        return Pod(obj, old)
 
-    def groups_of(self, pod: Pod) -> set[Hashable]:
-        return {pod.owner, pod.node}
+    def group_of(self, pod: Pod) -> Key:
+        return pod.owner
 
     def changed(self, old: Pod | None, new: Pod | None) -> None:
-        """A pod matters to its own SchedExt and to others that try to attach on its node."""
-        for pod in filter(None, (old, new)):
-            for owner in {pod.owner, *(other.owner for other in self.select(pod.node))}:
-                self.operator.queue.add(owner, GATHER_SECONDS)
+        self.operator.queue.add((new or old).owner, GATHER_SECONDS)
+
+
+def up_since(started: str | None, old: Pod | None) -> float:
+    """When a pod came up, by time.monotonic().
+
+    If we saw it come up, that moment counts, because the node's clock may be wrong. If it was up
+    before we looked, its own word counts, so that a restart of sked changes nothing.
+    """
+    if not started:
+        return math.inf
+    if not old:
+        return time.monotonic() - max(0.0, seconds_since(started))
+    return old.since if old.started == started else time.monotonic()
+
+
+def target_node(spec: dict) -> str:
+    """The node that a DaemonSet's pod is meant for while it is not bound to it."""
+    with contextlib.suppress(KeyError, IndexError):
+        rules = spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        return rules["nodeSelectorTerms"][0]["matchFields"][0]["values"][0]
+    return ""
+
+
+def pod_problem(meta: dict, status: dict, containers: dict[str, dict]) -> Problem:
+    """What is wrong with a pod, or was before its containers restarted."""
+    scx, probe = containers.get(SCX, {}), containers.get(PROBE, {})
+    logs = f"see 'kubectl logs -n {meta['namespace']} {meta['name']}"
+    if status.get("phase") == "Failed" and status.get("reason"):
+        return status["reason"], status.get("message", "")
+    reason, message = container_problem(scx)
+    if reason == CRASHED:
+        message += f"; {logs}{' --previous' if scx.get('restartCount') else ''}'"
+    if not reason or outlived(scx, probe):
+        reason, message = container_problem(probe)
+        if reason == CRASHED and last_end(probe).get("exitCode") == 1:  # it is the probe's verdict
+            return "NotAttached", f"{last_words(last_end(probe))}; {logs}'"
+        if reason:
+            message = f"the probe does not run: {message}; spec.probeImage needs sh and grep"
+    for condition in status.get("conditions") or ():
+        if condition.get("reason") == "Unschedulable":
+            return "Unschedulable", condition.get("message", "")
+    return reason, message
+
+
+def outlived(scx: dict, probe: dict) -> bool:
+    """Whether the scheduler had been up for a while when the probe ended: whatever happened to it
+    before is an old story then."""
+    running, died = scx["state"].get("running"), last_end(probe)
+    if not running or not died:
+        return False
+    return seconds_since(running["startedAt"]) > seconds_since(died["finishedAt"]) + SETTLE_SECONDS
+
+
+def container_problem(container: dict) -> Problem:
+    waiting = container.get("state", {}).get("waiting", {})
+    died, restarts = last_end(container), container.get("restartCount", 0)
+    reason = waiting.get("reason", CRASHED if died or restarts else "")
+    if reason in ("ContainerCreating", "PodInitializing"):
+        return "", ""
+    if reason != CRASHED:
+        return reason, waiting.get("message", "")
+    message = f"exit code {died.get('exitCode', 'unknown')}"
+    if died.get("reason", "Error") != "Error":
+        message += f" ({died['reason']})"
+    message += f", {restarts} restart{'' if restarts == 1 else 's'}"
+    if words := last_words(died):
+        message += f": {words}"
+    return CRASHED, message
+
+
+def last_end(container: dict) -> dict:
+    """How a container ended, if it ever did."""
+    ends = [container.get(state, {}).get("terminated") for state in ("state", "lastState")]
+    return ends[0] or ends[1] or {}
+
+
+def last_words(died: dict) -> str:
+    return " ".join(died.get("message", "").split())[-300:]
 
 
 # ---------------------------------------------------------------- the queue
+
+RETRY_SECONDS = 300.0  # at most, between two tries of what fails or is undone again and again
 
 
 class WorkQueue:
@@ -468,7 +604,7 @@ class WorkQueue:
             self.changed.notify()
 
     def get(self, timeout: float) -> Key | None:
-        """A key that is due; None if there is none, after waiting for one to be."""
+        """A key that is due, or None after waiting for one."""
         with self.changed:
             while self.heap and self.due.get(self.heap[0][1]) != self.heap[0][0]:
                 heapq.heappop(self.heap)
@@ -482,16 +618,30 @@ class WorkQueue:
             self.busy.add(key)
             return key
 
-    def done(self, key: Key) -> None:
+    def succeeded(self, key: Key, look_again: float) -> None:
+        self.failures.pop(key, None)
+        self.done(key, look_again)
+
+    def failed(self, key: Key) -> None:
+        """Work on the key again, later each time."""
+        self.failures[key] = self.attempts(key) + 1
+        self.done(key, backoff(self.failures[key], RETRY_SECONDS))
+
+    def done(self, key: Key, look_again: float) -> None:
         with self.changed:
             self.busy.remove(key)
-            self.offer(key)
+            self.add(key, look_again)
+            self.offer(key)  # it may have been added meanwhile
 
-    def retry(self, key: Key) -> int:
-        """Work on a key that failed again, later each time; returns how often it has failed."""
-        self.failures[key] = self.failures.get(key, 0) + 1
-        self.add(key, backoff(self.failures[key], RETRY_SECONDS))
-        return self.failures[key]
+    def attempts(self, key: Key) -> int:
+        """How often a key has failed in a row."""
+        return self.failures.get(key, 0)
+
+    def retry_now(self) -> None:
+        """Work at once on all keys that failed, and count afresh."""
+        for key in list(self.failures):
+            self.failures[key] = 0
+            self.add(key)
 
     def depth(self) -> int:
         """How many keys wait for a worker."""
@@ -500,12 +650,19 @@ class WorkQueue:
             return sum(when <= now for when in self.due.values())
 
     def wake(self) -> None:
-        """Have all that wait for a key look up."""
+        """Let everyone who waits for a key look up."""
         with self.changed:
             self.changed.notify_all()
 
 
 # ---------------------------------------------------------------- reconcile
+
+WORKERS = 4  # enough to hide the API server's latency
+STUCK_SECONDS = 360.0  # a thread that shows no sign of life for this long hangs
+CATCH_UP_SECONDS = 60.0  # at most, until the watch shows what we wrote
+EVENT_SECONDS = 2.0  # an event may hold up a worker for this long
+LASTING = 4  # after more failures in a row, the status reports even what may be transient
+VERBS = {"POST": ("created", "deleting"), "PATCH": ("patched", "changing")}  # our deed, and theirs
 
 
 class Blocked(Exception):
@@ -517,73 +674,138 @@ class Blocked(Exception):
         self.look_again = look_again  # in so many seconds
 
 
-class Memory:
-    """What is remembered of a SchedExt; a restart may forget it."""
+class History:
+    """What sked did for one SchedExt, and saw of it. A restart may forget it."""
 
     def __init__(self) -> None:
         self.asked = False  # for a DaemonSet
-        self.wrote = -math.inf  # when something was written for it last
-        self.podless_since = None  # when nodes were first seen to want pods while there is none
-        self.wanted = None  # hash of the DaemonSet that was wanted last
-        self.repairs = {}  # of that one, by what was wrong: how often in a row, and not before when
+        self.wrote_at = -math.inf
+        self.generation = 0  # of the DaemonSet after our last write
+        self.in_effect = 0  # the SchedExt's generation when its DaemonSet was last as wanted
+        self.wanted = 0  # a hash of the DaemonSet that was wanted at our last write
+        self.repairs = {}  # since then, by deed: how many, and not before when
+        self.counts = ()  # of the DaemonSet's pods
+        self.counts_since = -math.inf
+
+    def check_is_current(self, daemonset: dict) -> None:
+        """Raise Blocked while the watch has not caught up with our own last write.
+
+        After a minute we believe it: a cluster restored from a backup has older generations.
+        """
+        is_recent = time.monotonic() < self.wrote_at + CATCH_UP_SECONDS
+        if is_recent and daemonset["metadata"]["generation"] < self.generation:
+            raise Blocked("RollingOut", "waiting for the watch to catch up", GATHER_SECONDS)
+
+    def check_pace(self, want: dict, deed: str) -> None:
+        """Raise Blocked if it is too soon to undo the same deed again.
+
+        Somebody may want the DaemonSet that way for good: a controller, a webhook, a script. So
+        each repair in a row waits longer, until none has been needed for a while.
+        """
+        now, wanted = time.monotonic(), hash(json.dumps(want))
+        if self.wanted != wanted:
+            self.wanted = wanted
+            self.repairs.clear()
+        times, not_before = self.repairs.get(deed, (0, now))
+        if now < not_before:
+            namespace, name = key_of(want)
+            raise Blocked(
+                "RollingOut",
+                f"somebody keeps {deed}: sked has put it right {times} times in a row, and waits "
+                f"longer each time; 'kubectl get daemonset -n {namespace} {name} -o yaml "
+                "--show-managed-fields' may show who it is",
+                not_before - now,
+            )
+        if now > not_before + BLOCKED_SECONDS:
+            del self.repairs[deed]
+
+    def wrote(self, daemonset: dict, deed: str) -> int:
+        """Returns how often in a row."""
+        times = self.repairs.get(deed, (0,))[0] + 1
+        self.wrote_at = time.monotonic()
+        self.generation = daemonset["metadata"]["generation"]
+        self.repairs[deed] = times, self.wrote_at + backoff(times, RETRY_SECONDS)
+        return times
+
+    def steady_seconds(self, counts: tuple, is_known: bool) -> float:
+        """For how long the counts have been the same; for ever if a former sked reported them."""
+        now = time.monotonic()
+        if counts != self.counts:
+            self.counts_since = self.counts_since if is_known and not self.counts else now
+            self.counts = counts
+        return now - self.counts_since
 
 
 class Operator:
     """The caches, the queue, and the work on one key."""
 
-    def __init__(
-        self, api: Api, namespace: str = "", before_write: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, api: Api, namespace: str = "", elector: Elector | None = None) -> None:
         self.api = api
-        self.before_write = before_write
+        self.elector = elector
         self.stop = threading.Event()
         self.queue = WorkQueue()
-        self.events = queue.SimpleQueue()
-        self.memory = defaultdict(Memory)  # by key
+        self.histories = defaultdict(History)  # by key
         self.beats = {}  # the last sign of life, by thread
-        self.faults = {}  # of the API server, by who met it
+        self.faults = {}  # of the API server, by who met them
         self.lock = threading.Lock()
         self.schedexts = SchedExts(self, namespace)
         self.daemonsets = DaemonSets(self, namespace)
         self.pods = Pods(self, namespace)
         self.reflectors = (self.schedexts, self.daemonsets, self.pods)
+        self.workers = []
 
-    def run(self) -> bool:
-        """Work until stop is set; returns whether all work has ended then."""
+    def run(self) -> None:
+        """Work until stop is set."""
+        self.start()
+        self.stop.wait()
+        self.finish()
+
+    def start(self) -> None:
         for reflector in self.reflectors:
             spawn(reflector.run, reflector.name)
-        while not self.ready() and not self.stop.wait(0.01):
-            pass
-        spawn(self.send_events, "events")
-        workers = [spawn(self.work, f"worker-{n}") for n in range(WORKERS)]
-        self.stop.wait()
-        for worker in workers:
+        self.workers = [spawn(self.work, f"worker-{n}") for n in range(WORKERS)]
+
+    def finish(self) -> bool:
+        """Wait a moment for the workers; returns whether all of them have ended."""
+        for reflector in self.reflectors:
+            reflector.filled.set()  # they may be waiting for it
+        for worker in self.workers:
             self.queue.wake()
             worker.join(0.8 / WORKERS)
-        return not any(worker.is_alive() for worker in workers)
+        return not any(worker.is_alive() for worker in self.workers)
 
-    def ready(self) -> bool:
-        return all(reflector.synced.is_set() for reflector in self.reflectors)
+    def is_ready(self) -> bool:
+        return all(reflector.filled.is_set() for reflector in self.reflectors)
+
+    def leads(self) -> bool:
+        return not self.elector or self.elector.leads()
 
     def beat(self) -> None:
         """A sign of life of the thread that calls it."""
         self.beats[threading.current_thread()] = time.monotonic()
 
-    def report(self, who: str, fault: str) -> None:
-        """Log a fault when it is news, and when nobody has one any more."""
+    def silent_threads(self) -> list[str]:
+        oldest = time.monotonic() - STUCK_SECONDS
+        beats = self.beats.copy().items()
+        return sorted(t.name for t, beat in beats if beat < oldest or not t.is_alive())
+
+    def fault(self, who: str, message: str) -> None:
+        """Log what keeps somebody from the API server, once."""
         with self.lock:
-            before = self.faults.pop(who, "")
-            if fault and fault != before and fault not in self.faults.values():
-                log.warning("%s; trying again", fault)
-            if fault:
-                self.faults[who] = fault
-            elif before and not self.faults:
+            if message not in self.faults.values():
+                log.warning("%s; trying again", message)
+            self.faults[who] = message
+
+    def recovered(self, who: str) -> None:
+        """When the last fault is over, everything that failed is tried again at once."""
+        with self.lock:
+            if self.faults.pop(who, None) and not self.faults:
                 log.info("the API server answers again")
-                for key in list(self.queue.failures):
-                    self.queue.failures[key] = 0
-                    self.queue.add(key)
+                self.queue.retry_now()
 
     def work(self) -> None:
+        for reflector in self.reflectors:
+            reflector.filled.wait()
         while not self.stop.is_set():
             self.beat()
             if key := self.queue.get(timeout=REQUEST_SECONDS):
@@ -593,19 +815,15 @@ class Operator:
         """Reconcile, and see to it that the key comes again: the one place where errors end."""
         started, result = time.monotonic(), "success"
         try:
-            look_again = self.reconcile(key)
-            self.queue.failures.pop(key, None)
-            if look_again < math.inf:
-                self.queue.add(key, look_again)
+            self.queue.succeeded(key, self.reconcile(key))
         except Exception as error:
             result = "error"
-            failures = self.queue.retry(key)
             if not isinstance(error, ApiError):
                 log.exception("%s/%s: bug", *key)
-            elif failures == 1:
+            elif not self.queue.attempts(key):
                 log.warning("%s/%s: %s; trying again", *key, error)
-        self.queue.done(key)
-        self.api.metrics.reconciled(result, time.monotonic() - started)
+            self.queue.failed(key)
+        METRICS.reconciled(result, time.monotonic() - started)
 
     def reconcile(self, key: Key) -> float:
         """Make the DaemonSet and the status of one SchedExt what they should be.
@@ -613,163 +831,143 @@ class Operator:
         Writes at most once: the DaemonSet at once, the status not within a second of the last
         write for that key. Returns the seconds until another look is due.
         """
-        schedext = self.schedexts.items.get(key)
+        schedext = self.schedexts.get(key)
         if not schedext or "deletionTimestamp" in schedext["metadata"]:
-            self.memory.pop(key, None)
+            self.histories.pop(key, None)  # the owner reference cleans up
             return math.inf
         blocked = None
         try:
-            if self.apply(key, schedext):
-                return GATHER_SECONDS
+            if look_again := self.apply(key, schedext):
+                return look_again
         except Blocked as error:
             blocked = error
         view = self.look(key, schedext)
         status = build_status(view, blocked, timestamp())
         if status != schedext["status"]:
-            early = self.memory[key].wrote + GATHER_SECONDS - time.monotonic()
+            early = self.histories[key].wrote_at + GATHER_SECONDS - view.now
             if early > 0:
                 return early
             self.write_status(key, schedext, status)
-        waits = [pod.since - view.settled_before for pod in view.pods]  # until they settle
-        waits.append(SETTLE_SECONDS if self.memory[key].podless_since else math.inf)
-        waits.append(blocked.look_again if blocked else math.inf)
-        return max(GATHER_SECONDS, min(wait for wait in waits if wait > 0))
+        return max(GATHER_SECONDS, changes_in(view, blocked))
 
-    def apply(self, key: Key, schedext: dict) -> bool:
-        """Create or patch the DaemonSet where needed; returns whether to look again soon."""
+    def apply(self, key: Key, schedext: dict) -> float:
+        """Create or patch the DaemonSet. Returns 0 if it is as wanted, else when to look again."""
+        history = self.histories[key]
         try:
-            want = build_daemonset(schedext, self.winners(schedext))
-            have = self.find(key, schedext)
+            want = owned_fields(schedext, self.schedexts.selectors())
+            have = self.daemonsets.get(key)
+            if not have and (schedext["status"] or history.asked):  # else the SchedExt is new
+                have = self.api.get(path_to(DAEMONSETS, *key))  # it may lack our label
+                if not have and not self.exists(schedext):
+                    return math.inf  # the watch will tell
             if have:
                 check_control(schedext, have)
+                history.check_is_current(have)
                 return self.patch(key, schedext, have, want)
-            self.memory[key].asked = True
-            with self.paced(key, want, "deleting the DaemonSet"):
-                self.write(key, "POST", path_to(DAEMONSETS, key[0]), want)
-            log.info("%s/%s: created the DaemonSet", *key)
-            return True
-        except ValueError as error:
+            history.asked = True
+            self.write_daemonset(key, want, "POST", "the DaemonSet", without_unset(want))
+            return GATHER_SECONDS
+        except InvalidSpec as error:
             raise Blocked("Rejected", str(error)) from None
         except ApiError as error:
-            if error.status in (404, 409) or "is being terminated" in str(error):
-                return True  # the cache is behind, or the namespace goes, and the SchedExt with it
-            if error.status in (400, 403, 422) or self.queue.failures.get(key, 0) > LASTING:
+            if error.status in (404, 409):
+                return GATHER_SECONDS  # the cache is behind
+            if "is being terminated" in str(error):
+                return BLOCKED_SECONDS  # the namespace goes, and the SchedExt with it
+            if error.status in (400, 403, 422) or self.queue.attempts(key) > LASTING:
                 message = f"the API server refused the DaemonSet: {str(error)[:1000]}"
                 raise Blocked("Rejected", message) from None
             raise
 
-    def winners(self, schedext: dict) -> list[dict]:
-        """A SchedExt for each selector that is more specific."""
-        mine = selector_of(schedext)
-        selectors = [selector for selector in list(self.schedexts.groups) if selector > mine]
-        return [winner for selector in selectors for winner in self.schedexts.select(selector)[:1]]
+    def exists(self, schedext: dict) -> bool:
+        """Whether it still does: its deletion may not have reached the watch."""
+        found = self.api.get(path_to(SCHEDEXTS, *key_of(schedext)))
+        return bool(found) and found["metadata"]["uid"] == schedext["metadata"]["uid"]
 
-    def find(self, key: Key, schedext: dict) -> dict | None:
-        """The DaemonSet. One that lacks our label is not in the cache; a new SchedExt has none."""
-        have = self.daemonsets.items.get(key)
-        if not have and (schedext["status"] or self.memory[key].asked):
-            have = self.api.get(path_to(DAEMONSETS, *key))
-        return have
-
-    def patch(self, key: Key, schedext: dict, have: dict, want: dict) -> bool:
-        """Make the DaemonSet as wanted; returns whether there was anything to do."""
-        parked = park(want, have, self.pods.select(key))
-        fields = differences(parked, have)
+    def patch(self, key: Key, schedext: dict, have: dict, want: dict) -> float:
+        """Make the DaemonSet as wanted. Returns 0 if it is, else when to look again."""
+        history, generation = self.histories[key], schedext["metadata"]["generation"]
+        target = park(want, have, self.pods_of(have))
+        fields = differences(target, have)
         if not fields:
-            return False
+            history.in_effect = generation
+            return 0.0
         what = f"{', '.join(fields)} of the DaemonSet"
-        with self.paced(key, want, f"changing {what}") as times:
-            self.write(key, "PATCH", path_to(DAEMONSETS, *key), daemonset_patch(have, parked))
+        times = self.write_daemonset(key, want, "PATCH", what, daemonset_patch(target, have))
+        if times == 1 and history.in_effect == generation and is_drift(fields):
+            self.tell(schedext, "DriftUndone", f"put back {what}")
+        return GATHER_SECONDS
+
+    def write_daemonset(self, key: Key, want: dict, method: str, what: str, body: dict) -> int:
+        """Create or patch it, at a pace; returns how often in a row the same was needed."""
+        history = self.histories[key]
+        done, deed = VERBS[method]
+        history.check_pace(want, f"{deed} {what}")
+        path = path_to(DAEMONSETS, *(key if method == "PATCH" else key[:1]))
+        times = history.wrote(self.write(method, path, body), f"{deed} {what}")
         if times == 1:
-            log.info("%s/%s: patched %s", *key, what)
-            if is_drift(schedext, fields):
-                event = build_event(schedext, "DriftUndone", f"put back {what}", timestamp())
-                self.events.put(event)
-        elif times == 3:  # a second time may be a watch that lags
-            log.warning("%s/%s: somebody keeps changing %s", *key, what)
-        return True
+            log.info("%s/%s: %s %s", *key, done, what)
+        elif times == 3:  # the first time may have been our own wish
+            log.warning("%s/%s: somebody keeps %s %s", *key, deed, what)
+        return times
 
-    @contextlib.contextmanager
-    def paced(self, key: Key, want: dict, doing: str) -> Iterator[int]:
-        """Around a repair of the DaemonSet; yields how often in a row it is needed.
-
-        Somebody may want it otherwise, for good: another controller, a webhook, a script. So a
-        repair that is needed again soon after the last time waits longer each time.
-        """
-        memory, now = self.memory[key], time.monotonic()
-        wanted = hash(json.dumps(want))
-        if memory.wanted != wanted:
-            memory.wanted = wanted
-            memory.repairs.clear()
-        times, not_before = memory.repairs.get(doing, (0, -math.inf))
-        if now < not_before:
-            message = (
-                f"somebody keeps {doing}: sked has put it back {times} times in a row, and does so "
-                "ever more rarely; who it is may show in "
-                f"'kubectl get ds -n {key[0]} {key[1]} -o yaml --show-managed-fields'"
-            )
-            raise Blocked("RollingOut", message, not_before - now)
-        if now > not_before + BLOCKED_SECONDS:
-            times = 0
-        yield times + 1
-        memory.repairs[doing] = (times + 1, now + backoff(times + 1, RETRY_SECONDS))
+    def pods_of(self, daemonset: dict) -> list[Pod]:
+        meta = daemonset["metadata"]
+        pods = self.pods.select((meta["namespace"], meta["name"]))
+        return [pod for pod in pods if pod.daemonset == meta["uid"]]
 
     def look(self, key: Key, schedext: dict) -> View:
         """What there is of a SchedExt now."""
-        memory, now = self.memory[key], time.monotonic()
-        settled_before = now - settle_seconds(schedext)
-        daemonset, pods = self.daemonsets.items.get(key), self.pods.select(key)
+        now, daemonset = time.monotonic(), self.daemonsets.get(key)
         if not daemonset or not controls(schedext, daemonset):
-            daemonset, pods = NO_DAEMONSET, []
-        is_podless = not pods and daemonset["status"].get("desiredNumberScheduled", 0) > 0
-        if not is_podless:
-            memory.podless_since = None
-        elif memory.podless_since is None:
-            told = ready_condition(schedext).get("reason") == "NodesFailing"  # before a restart
-            memory.podless_since = -math.inf if told else now
-        pods = [pod for pod in pods if not pod.leaving]
+            daemonset = NO_DAEMONSET
+        settle = max(SETTLE_SECONDS, daemonset["spec"].get("minReadySeconds", 0))
+        pods = self.pods_of(daemonset)
+        failing = {pod.node for pod in pods if pod.fails(now, settle)}
         rivals = {
-            pod.node: "/".join(other.owner)
-            for pod in pods
-            if pod.fails(settled_before)
-            for other in self.pods.select(pod.node)
-            if other.owner != key and other.started and not other.fails(settled_before)
+            other.node: "/".join(other.owner)
+            for other in (self.pods.all() if failing else ())
+            if other.node in failing and other.owner != key
+            if other.started and not other.fails(now, settle)
         }
-        podless_seconds = now - memory.podless_since if is_podless else 0.0
-        return View(schedext, daemonset, pods, rivals, settled_before, podless_seconds)
+        counts = tuple(count(daemonset, pods) for pods in ("desired", "current", "updated"))
+        is_known = condition(schedext["status"], "Ready").get("reason") == "NodesFailing"
+        steady = self.histories[key].steady_seconds(counts, is_known)
+        return View(schedext, daemonset, pods, rivals, now, settle, steady)
 
     def write_status(self, key: Key, schedext: dict, status: dict) -> None:
-        version = schedext["metadata"]["resourceVersion"]  # for the conditions are one list
+        # A merge patch replaces the whole list of conditions, so guard against other writers.
+        version = schedext["metadata"]["resourceVersion"]
         patch = {"metadata": {"resourceVersion": version}, "status": {"failures": None} | status}
         try:
-            self.write(key, "PATCH", path_to(SCHEDEXTS, *key, "status"), patch)
+            self.write("PATCH", path_to(SCHEDEXTS, *key, "status"), patch)
         except ApiError as error:
-            if error.status not in (404, 409):  # it went or changed: the watch will say so
-                raise
-            return
-        ready = ready_condition({"status": status})
+            if error.status in (404, 409):
+                return  # it went or changed: the watch will tell
+            raise
+        self.histories[key].wrote_at = time.monotonic()
+        ready = condition(status, "Ready")
         reason, message = ready["reason"], ready["message"]
-        if reason == ready_condition(schedext).get("reason"):
+        if reason == condition(schedext["status"], "Ready").get("reason"):
             return
-        if reason in ("NodesFailing", "NameTaken", "Rejected"):
+        if reason in ("NodesFailing", *STALLING):
             log.warning("%s/%s: %s: %s", *key, reason, message)
-            self.events.put(build_event(schedext, reason, message, timestamp()))
+            self.tell(schedext, reason, message)
         else:
             log.info("%s/%s: %s: %s", *key, reason, message)
 
-    def send_events(self) -> None:
-        """Events hold nothing up, and one that cannot be sent is dropped."""
-        while not self.stop.is_set():
-            event = self.events.get()
-            path = path_to(EVENTS, event["metadata"]["namespace"])
-            with contextlib.suppress(ApiError):
-                self.before_write()
-                self.api.request("POST", path, event)
+    def tell(self, schedext: dict, reason: str, message: str) -> None:
+        """Send a Warning event. It may fail: the log and the status have it, too."""
+        path = path_to(EVENTS, schedext["metadata"]["namespace"])
+        event = build_event(schedext, reason, message, timestamp())
+        with contextlib.suppress(ApiError):
+            self.write("POST", path, event, EVENT_SECONDS)
 
-    def write(self, key: Key, method: str, path: str, body: dict) -> None:
-        self.before_write()
-        self.api.request(method, path, body)
-        self.memory[key].wrote = time.monotonic()
+    def write(self, method: str, path: str, body: dict, timeout: float = REQUEST_SECONDS) -> dict:
+        """The answer to a write. A leader that lost its lease does not get that far."""
+        if self.elector:
+            self.elector.check()
+        return self.api.request(method, path, body, timeout)
 
 
 def build_event(schedext: dict, reason: str, message: str, now: str) -> dict:
@@ -793,8 +991,8 @@ def build_event(schedext: dict, reason: str, message: str, now: str) -> dict:
     }
 
 
-def controller_of(daemonset: dict) -> dict:
-    owners = daemonset["metadata"].get("ownerReferences") or ()
+def controller_of(obj: dict) -> dict:
+    owners = obj["metadata"].get("ownerReferences") or ()
     return next((owner for owner in owners if owner.get("controller")), {})
 
 
@@ -803,16 +1001,16 @@ def controls(schedext: dict, daemonset: dict) -> bool:
 
 
 def check_control(schedext: dict, daemonset: dict) -> None:
-    """Raise Blocked where the DaemonSet is on its way out, or somebody else's."""
+    """Raise Blocked if the DaemonSet is on its way out, or somebody else's."""
     namespace, name = key_of(schedext)
     owner = controller_of(daemonset)
     ours = controls(schedext, daemonset)
     is_predecessors = not ours and (owner.get("kind"), owner.get("name")) == ("SchedExt", name)
     if is_predecessors or "deletionTimestamp" in daemonset["metadata"]:
         raise Blocked("RollingOut", f"waiting until the old DaemonSet {name} is gone")
-    orphan = not owner and daemonset["metadata"].get("labels", {}).get(LABEL) == OURS
-    adoptable = orphan and daemonset["spec"]["selector"] == {"matchLabels": {"name": name}}
-    if not ours and not adoptable:
+    is_orphan = not owner and daemonset["metadata"].get("labels", {}).get(LABEL) == OURS
+    is_adoptable = is_orphan and daemonset["spec"]["selector"] == {"matchLabels": {"name": name}}
+    if not ours and not is_adoptable:
         whose = f"belongs to {owner['kind']} {owner['name']}" if owner else "is not sked's"
         raise Blocked(
             "NameTaken",
@@ -821,73 +1019,270 @@ def check_control(schedext: dict, daemonset: dict) -> None:
         )
 
 
-# ---------------------------------------------------------------- build_daemonset
+# ---------------------------------------------------------------- the DaemonSet
 
-POD_FIELDS = ("nodeSelector", "tolerations", "priorityClassName", "imagePullSecrets", "hostPID")
-CONTAINER_FIELDS = ("imagePullPolicy", "args", "env", "resources", "terminationMessagePolicy")
-DAEMONSET_FIELDS = ("updateStrategy", "minReadySeconds")
+SUSPENDED = "sked.schedkit.io/suspended"  # a label that no node has
+PARKED = "sked.schedkit.io/parked"  # an annotation, see placement
+CONTAINER_FIELDS = ("args", "env", "resources", "imagePullPolicy", "terminationMessagePolicy")
+SHAPES = {
+    "sched": (str, "the image of a scheduler"),
+    "probeImage": (str, "an image with sh and grep"),
+    "nodeSelector": (dict, "a map of labels"),
+    "hostPaths": (list, "a list of paths"),
+}
+# The probe asks the kernel whether a scheduler is attached. It is ready once one is, and ends when
+# none has been for 8 s (some re-attach on CPU hotplug). Without a trap, PID 1 ignores SIGTERM.
+PROBE_CONTAINER = yaml.safe_load("""
+name: probe
+command:
+- sh
+- -c
+- |
+  attached() {
+    state=
+    read -r state 2>/dev/null </sys/kernel/sched_ext/state
+    [ "$state" = enabled ]
+  }
+  leave() {
+    attached && exit 0
+    words="no scheduler is attached: /sys/kernel/sched_ext/state is"
+    echo "$words '${state:-not there}'" >/dev/termination-log
+    exit 1
+  }
+  trap leave TERM
+  until attached; do sleep 1 & wait $!; done
+  misses=0
+  while [ $misses -lt 4 ]; do
+    sleep 2 & wait $!
+    if attached; then misses=0; else misses=$((misses + 1)); fi
+  done
+  leave
+startupProbe:
+  exec: {command: [grep, -qx, enabled, /sys/kernel/sched_ext/state]}
+  periodSeconds: 2
+  timeoutSeconds: 5
+  successThreshold: 1
+  failureThreshold: 15
+securityContext:
+  runAsNonRoot: true
+  runAsUser: 65534
+  readOnlyRootFilesystem: true
+  allowPrivilegeEscalation: false
+  capabilities: {drop: [ALL]}
+""")
+
+
+class InvalidSpec(ValueError):
+    """A SchedExt that makes no DaemonSet, and why."""
 
 
 def build_daemonset(schedext: dict, yields_to: Iterable[dict] = ()) -> dict:
-    """The DaemonSet of a SchedExt, off the nodes of the more specific ones in yields_to.
+    """The DaemonSet of a SchedExt, kept off the nodes of the more specific ones in yields_to.
 
-    ValueError where the spec makes no DaemonSet.
+    Raises InvalidSpec, a ValueError, if the SchedExt makes none.
     """
-    meta, spec = schedext.get("metadata"), schedext.get("spec")
-    if not isinstance(meta, dict) or not meta.get("name"):
-        raise ValueError("metadata.name is missing")
-    sched = spec.get("sched") if isinstance(spec, dict) else None
-    if not isinstance(sched, str) or not sched.strip():
-        raise ValueError("spec.sched is missing: it names the image of a scheduler")
+    return without_unset(owned_fields(schedext, map(selector_of, yields_to)))
 
-    def given(fields: tuple[str, ...]) -> dict:
-        return {field: spec[field] for field in fields if spec.get(field) is not None}
 
+def owned_fields(schedext: dict, selectors: Iterable[Selector]) -> dict:
+    """Every field of the DaemonSet that sked owns; None for what should not be set."""
+    check_spec(schedext)
+    meta, spec = schedext["metadata"], schedext["spec"]
+    name, get = meta["name"], spec.get
+    volumes = {f"host-{n}": path for n, path in enumerate(get("hostPaths") or ())}
+    suspended = {SUSPENDED: "true"} if get("suspend") else {}
+    probe_images = [get("probeImage")] if get("probeImage") else []
     owner = {
         "apiVersion": "sked.schedkit.io/v1",
         "kind": "SchedExt",
-        "name": meta["name"],
-        "uid": meta.get("uid"),
+        "name": name,
+        "uid": meta.get("uid"),  # a manifest that was never applied has none
         "controller": True,
         "blockOwnerDeletion": True,
     }
-    container = {
-        "name": "scx",
-        "image": sched,
-        **given(CONTAINER_FIELDS),
-        "securityContext": {"privileged": True},
-    }
-    pod = {"containers": [container], **given(POD_FIELDS)}
-    daemonset = {
+    return {
         "apiVersion": "apps/v1",
         "kind": "DaemonSet",
-        "metadata": {"name": meta["name"], "labels": {LABEL: OURS}},
+        "metadata": {
+            "name": name,
+            "namespace": meta.get("namespace"),
+            "labels": {LABEL: OURS},
+            "annotations": {PARKED: None},
+            "ownerReferences": [owner] if meta.get("uid") else None,
+        },
         "spec": {
-            "selector": {"matchLabels": {"name": meta["name"]}},
-            **given(DAEMONSET_FIELDS),
+            "selector": {"matchLabels": {"name": name}},
+            "updateStrategy": get("updateStrategy"),
+            "minReadySeconds": get("minReadySeconds"),
             "template": {
-                "metadata": {"labels": {"name": meta["name"], LABEL: OURS}},
-                "spec": pod,
+                "metadata": {"labels": {"name": name, LABEL: OURS}},
+                "spec": {
+                    "containers": [
+                        build_scx(spec, volumes),
+                        *[PROBE_CONTAINER | {"image": image} for image in probe_images],
+                    ],
+                    "nodeSelector": (get("nodeSelector") or {}) | suspended,
+                    "affinity": node_affinity(selector_of(schedext), selectors),
+                    "tolerations": get("tolerations"),
+                    "priorityClassName": get("priorityClassName"),
+                    "imagePullSecrets": get("imagePullSecrets"),
+                    "hostPID": get("hostPID"),
+                    "volumes": [
+                        {"name": n, "hostPath": {"path": path}} for n, path in volumes.items()
+                    ],
+                },
             },
         },
     }
-    if meta.get("namespace"):
-        daemonset["metadata"]["namespace"] = meta["namespace"]
-    if meta.get("uid"):  # a manifest that was never applied has none
-        daemonset["metadata"]["ownerReferences"] = [owner]
-    if spec.get("hostPaths"):
-        named = {f"host-{n}": path for n, path in enumerate(spec["hostPaths"])}
-        container["volumeMounts"] = [{"name": n, "mountPath": named[n]} for n in named]
-        pod["volumes"] = [{"name": n, "hostPath": {"path": named[n]}} for n in named]
-    if spec.get("suspend"):
-        pod["nodeSelector"] = pod.get("nodeSelector", {}) | {SUSPENDED: "true"}
-    if affinity := node_affinity(selector_of(schedext), map(selector_of, yields_to)):
-        pod["affinity"] = affinity
-    return daemonset
+
+
+def check_spec(schedext: dict) -> None:
+    meta, spec = schedext.get("metadata"), schedext.get("spec")
+    if not isinstance(meta, dict) or not meta.get("name"):
+        raise InvalidSpec("metadata.name is missing")
+    if not isinstance(spec, dict) or not spec.get("sched"):
+        raise InvalidSpec("spec.sched is missing: it names the image of a scheduler")
+    for field, (shape, words) in SHAPES.items():
+        if not isinstance(spec.get(field), (shape, type(None))):
+            raise InvalidSpec(f"spec.{field} must be {words}")
+
+
+def build_scx(spec: dict, volumes: dict[str, str]) -> dict:
+    """The container of the scheduler."""
+    return {
+        "name": SCX,
+        "image": spec["sched"],
+        **{field: spec.get(field) for field in CONTAINER_FIELDS},
+        "securityContext": {"privileged": True},
+        "volumeMounts": [{"name": n, "mountPath": path} for n, path in volumes.items()],
+    }
+
+
+def without_unset(value: Any) -> Any:
+    """The same without the fields that are not set."""
+    if isinstance(value, list):
+        return [without_unset(item) for item in value]
+    if isinstance(value, dict):
+        fields = {name: without_unset(field) for name, field in value.items()}
+        return {name: field for name, field in fields.items() if field not in (None, {}, [])}
+    return value
+
+
+# ---------------------------------------------------------------- what differs
+
+SHARED = ("metadata", "labels", "annotations", "spec", "template")  # others set fields there, too
+BLANK = (None, "", [], {})
+DEFAULTS = {  # what the API server fills in, besides blanks
+    "minReadySeconds": 0,
+    "updateStrategy.type": "RollingUpdate",
+    "updateStrategy.rollingUpdate.maxUnavailable": 1,
+    "updateStrategy.rollingUpdate.maxSurge": 0,
+    "hostPID": False,
+    "terminationMessagePolicy": "File",
+    "env.valueFrom.fieldRef.apiVersion": "v1",
+    "env.valueFrom.resourceFieldRef.divisor": 0,
+}
+AMOUNTS = ("resources.", "env.valueFrom.resourceFieldRef.divisor")
+
+
+def differences(want: dict, have: dict) -> list[str]:
+    """The fields that sked owns and that are not as wanted. Others are none of its business."""
+    return [
+        place + field
+        for place, field, mine, theirs in owned(want, have)
+        if mine != theirs and plain(field, mine) != plain(field, theirs)
+    ]
+
+
+def owned(want: dict, have: dict, place: str = "") -> Iterator[tuple[str, str, Any, Any]]:
+    """Place, name, wanted value and actual value of each field that sked owns."""
+    for name, mine in want.items():
+        theirs = have.get(name)
+        if name in SHARED:
+            yield from owned(mine, theirs or {}, f"{place}{name}.")
+        elif name == "containers":
+            there = {c["name"]: with_pull_policy(c) for c in theirs or ()}
+            yield place, name, sorted(c["name"] for c in mine), sorted(there)
+            for c in map(complete, mine):
+                yield from owned(c, there.get(c["name"], {}), f"{place}{name}.{c['name']}.")
+        elif name == "ownerReferences":
+            yield place, name, mine, [owner for owner in theirs or () if owner in mine]
+        elif place:  # a list does not repeat the kind of its items
+            yield place, name, mine, theirs
+
+
+def plain(path: str, value: Any) -> Any:
+    """A field in one spelling; None if it is blank or what the API server fills in."""
+    if isinstance(value, list):
+        value = [plain(path, item) for item in value]
+    elif isinstance(value, dict) and path != "nodeSelector":  # whose values may be blank
+        fields = {name: plain(f"{path}.{name}", field) for name, field in value.items()}
+        value = {name: field for name, field in fields.items() if field is not None}
+    elif path.startswith(AMOUNTS):
+        with contextlib.suppress(ValueError):  # the API server will refuse it
+            value = math.ceil(1000 * parse_quantity(str(value)))  # it makes 500m of 0.5
+    return None if value in BLANK or value == DEFAULTS.get(path) else value
+
+
+def complete(container: dict) -> dict:
+    """One of our containers with all the fields that sked owns, even in the privileged one."""
+    return with_pull_policy(
+        dict.fromkeys(("command", "volumeMounts", *CONTAINER_FIELDS)) | container
+    )
+
+
+def with_pull_policy(container: dict) -> dict:
+    """The API server picks a policy by the image's tag."""
+    name, digest, _ = container["image"].rpartition("/")[2].partition("@")
+    tag = name.partition(":")[2]
+    policy = "Always" if tag == "latest" or not (tag or digest) else "IfNotPresent"
+    return container | {"imagePullPolicy": container.get("imagePullPolicy") or policy}
+
+
+def is_drift(fields: list[str]) -> bool:
+    """Whether somebody else changed these fields of a DaemonSet that was as its SchedExt wants it.
+
+    Affinity, strategy and parking also change with the node pools.
+    """
+    pools = ("spec.template.spec.affinity", "spec.updateStrategy", "metadata.annotations")
+    return not all(field.startswith(pools) for field in fields)
+
+
+def daemonset_patch(want: dict, have: dict) -> dict:
+    """What makes a DaemonSet as wanted, and never another one that took its name."""
+    patch = {part: merge_patch(part, have[part], want[part]) for part in ("metadata", "spec")}
+    meta, seen = patch["metadata"], have["metadata"]
+    meta["uid"] = seen["uid"]
+    owners = seen.get("ownerReferences", [])
+    [ours] = meta.pop("ownerReferences")
+    if ours not in owners:
+        others = [owner for owner in owners if owner["uid"] != ours["uid"]]
+        meta["ownerReferences"] = [*others, ours]
+    if ours not in owners or parked_as(want) != parked_as(have):
+        meta["resourceVersion"] = seen["resourceVersion"]  # it was decided on what was seen
+    return patch
+
+
+def merge_patch(field: str, have: Any, want: Any) -> Any:
+    """The JSON merge patch for a field: null removes, and what sked does not own stays."""
+    if field == "containers":  # a patch replaces the whole list
+        there = {c["name"]: c for c in have}
+        merged = [there.get(c["name"], {}) | complete(c) for c in want]
+        return [{name: c[name] for name in c if c[name] is not None} for c in merged]
+    if not isinstance(have, dict) or not isinstance(want, dict):
+        return want
+    gone = {} if field in SHARED else dict.fromkeys(have)
+    return gone | {name: merge_patch(name, have.get(name), want[name]) for name in want}
+
+
+# ---------------------------------------------------------------- placement
+
+MAX_TERMS = 100  # of a node affinity
+PLACEMENT = {"spec.template.spec.nodeSelector", "spec.template.spec.affinity"}
 
 
 def selector_of(schedext: dict) -> Selector:
-    """None of its pairs where it is no selector, which a lax CRD may let in."""
+    """Empty if nodeSelector is not a map, which a lax CRD may allow."""
     spec = schedext.get("spec")
     pairs = spec.get("nodeSelector") if isinstance(spec, dict) else None
     items = pairs.items() if isinstance(pairs, dict) else ()
@@ -895,9 +1290,9 @@ def selector_of(schedext: dict) -> Selector:
 
 
 def node_affinity(mine: Selector, others: Iterable[Selector]) -> dict | None:
-    """What keeps off the nodes of the others that are more specific.
+    """What keeps a SchedExt off the nodes of the more specific ones.
 
-    A node is not another's if it lacks one of that one's extra pairs. So there is a term (terms
+    A node is not a winner's if it lacks one of the winner's extra pairs. So there is a term (terms
     are ORed) for each way to choose one extra pair of every winner.
     """
     winners = {other for other in others if other > mine}
@@ -908,9 +1303,9 @@ def node_affinity(mine: Selector, others: Iterable[Selector]) -> dict | None:
         terms = {term | {pair} for term in terms for pair in winner - mine}
         terms = {term for term in terms if not any(wider < term for wider in terms)}
         if len(terms) > MAX_TERMS:
-            raise ValueError(
-                f"too many node pools: to yield to the SchedExts with a more specific nodeSelector "
-                f"takes more than {MAX_TERMS} affinity terms, so the DaemonSet stays as it is: "
+            raise InvalidSpec(
+                f"too many node pools: it takes more than {MAX_TERMS} affinity terms to yield to "
+                "the SchedExts with a more specific nodeSelector, so the DaemonSet stays as it is: "
                 "tell the pools apart by the values of one label"
             )
     rules = {"nodeSelectorTerms": [not_in(term) for term in sorted(terms, key=sorted)]}
@@ -928,114 +1323,59 @@ def not_in(pairs: Selector) -> dict:
     }
 
 
-# ---------------------------------------------------------------- create or patch
-
-BLANK = (None, "", [], {})
-WHOLE = ("labels", "matchLabels", "nodeSelector", "affinity")  # the API server adds nothing
-DEFAULTS = {  # what it fills in elsewhere, beside blanks
-    "revisionHistoryLimit": 10,
-    "minReadySeconds": 0,
-    "hostPID": False,
-    "maxSurge": 0,
-    "type": "RollingUpdate",
-    "maxUnavailable": 1,
-    "restartPolicy": "Always",
-    "terminationGracePeriodSeconds": 30,
-    "dnsPolicy": "ClusterFirst",
-    "schedulerName": "default-scheduler",
-    "terminationMessagePath": "/dev/termination-log",
-    "terminationMessagePolicy": "File",
-    "apiVersion": "v1",
-    "divisor": "0",
-}
-
-
-def differences(want: dict, have: dict) -> list[str]:
-    """The fields in which a DaemonSet is not as wanted."""
-    found = set(differing("spec", want["spec"], have["spec"]))
-    if have["metadata"].get("labels", {}).get(LABEL) != OURS:
-        found.add("metadata.labels")
-    if want["metadata"]["ownerReferences"][0] not in have["metadata"].get("ownerReferences", ()):
-        found.add("metadata.ownerReferences")
-    return sorted(found)
-
-
-def differing(path: str, want: Any, have: Any) -> Iterator[str]:
-    """Where a part of a DaemonSet is not what we set or, where we set nothing, the default."""
-    field = path.rpartition(".")[2]
-    if field == "annotations" or want == have:
-        return
-    if isinstance(want or have, dict) and field not in WHOLE:
-        want, have = want or {}, have or {}
-        for name in want.keys() | have.keys():
-            mine, theirs = want.get(name), have.get(name)
-            if mine != theirs:
-                default = default_of(name, want)
-                mine = default if mine in BLANK else mine
-                theirs = default if theirs in BLANK else theirs
-                yield from differing(f"{path}.{name}", mine, theirs)
-    elif isinstance(want, list) and isinstance(have, list) and len(want) == len(have):
-        for mine, theirs in zip(want, have):
-            yield from differing(path, mine, theirs)
-    elif not is_amount(path) or quantity(want) != quantity(have):
-        yield path
-
-
-def is_amount(path: str) -> bool:
-    return ".resources." in path or path.endswith(".divisor")
-
-
-def quantity(amount: Any) -> int | None:
-    """In thousandths, rounded up: the API server makes 500m of 0.5."""
-    return None if amount is None else math.ceil(1000 * parse_quantity(str(amount)))
-
-
-def default_of(field: str, part: dict) -> Any:
-    """What the API server fills in for a field that is not set in this part of a DaemonSet."""
-    if field == "imagePullPolicy":
-        return default_pull_policy(str(part.get("image")))
-    return DEFAULTS.get(field)
-
-
-def default_pull_policy(image: str) -> str:
-    name, digest, _ = image.rpartition("/")[2].partition("@")
-    tag = name.partition(":")[2]
-    return "Always" if tag == "latest" or not (tag or digest) else "IfNotPresent"
-
-
-def is_drift(schedext: dict, fields: list[str]) -> bool:
-    """Whether somebody else changed these fields: neither its SchedExt nor a node pool did."""
-    pools = ("spec.template.spec.affinity", "spec.updateStrategy")
-    same_spec = schedext["status"].get("observedGeneration") == schedext["metadata"]["generation"]
-    return same_spec and not all(field.startswith(pools) for field in fields)
-
-
 def park(want: dict, have: dict, pods: list[Pod]) -> dict:
-    """What to ask for: want, but OnDelete where its pods differ from it in the affinity only.
+    """What to ask for: want, but parked if its pods need not restart.
 
-    A running pod need not follow a change of the affinity, which only says who has which node:
-    the DaemonSet controller takes pods off the excluded nodes whatever the strategy. The next
-    change of anything else brings the wanted strategy back, and all pods follow.
+    A change of the placement only says who gets which node, so running pods need not follow it:
+    the DaemonSet controller removes and adds them whatever the strategy. A parked DaemonSet
+    therefore has the strategy OnDelete, and in an annotation the fingerprint of what all its pods
+    run. It stays parked as long as that is what they should run, whatever the nodes are doing.
+    Otherwise the wanted strategy comes back, and all pods follow.
     """
-    affinity = want["spec"]["template"]["spec"].get("affinity")
-    template = have["spec"]["template"]
-    but_for_affinity = template | {"spec": template["spec"] | {"affinity": affinity}}
-    if not pods or any(differing("template", want["spec"]["template"], but_for_affinity)):
-        return want
-    nodes_change_hands = affinity != template["spec"].get("affinity")
-    if nodes_change_hands and not is_observed(have) and not has_on_delete(have):
-        raise Blocked("RollingOut", "waiting for the DaemonSet controller", GATHER_SECONDS)
-    if is_rolled_out(have):
-        parks = nodes_change_hands
+    if parked_as(have):
+        parks = parked_as(have) == fingerprint(want, have)
     else:
-        parks = has_on_delete(have) and len(current_of(pods, have)) == len(pods)
-    if parks:
-        return want | {"spec": want["spec"] | {"updateStrategy": {"type": "OnDelete"}}}
-    return want
+        parks = only_moves(want, have, pods)
+    if not parks:
+        return want
+    return want | {
+        "metadata": want["metadata"] | {"annotations": {PARKED: fingerprint(want, have)}},
+        "spec": want["spec"] | {"updateStrategy": {"type": "OnDelete"}},
+    }
 
 
-def has_on_delete(obj: dict) -> bool:
-    return obj["spec"].get("updateStrategy", {}).get("type") == "OnDelete"
+def only_moves(want: dict, have: dict, pods: list[Pod]) -> bool:
+    """Whether all pods run what is wanted, and only the placement is new."""
+    news = {field for field in differences(want, have) if field.startswith("spec.template.")}
+    staying = [pod for pod in pods if not pod.leaving]
+    if not news or not news <= PLACEMENT or len({pod.revision for pod in staying}) != 1:
+        return False
+    if not is_observed(have):
+        raise Blocked("RollingOut", "waiting for the DaemonSet controller", GATHER_SECONDS)
+    # The counts may lag behind the nodes. A pod of the current template proves as much.
+    current = annotation(have, "deprecated.daemonset.template.generation")
+    is_complete = count(have, "updated") == count(have, "current")
+    return is_complete or current in [pod.template for pod in staying]
+
+
+def fingerprint(want: dict, have: dict) -> str:
+    """Changes exactly when the pods have to restart, wherever they run."""
+    fields = {
+        place + field: plain(field, mine)
+        for place, field, mine, _ in owned(want, {})
+        if place.startswith("spec.template.") and place + field not in PLACEMENT
+    }
+    fields["restart"] = annotation(have["spec"]["template"], "kubectl.kubernetes.io/restartedAt")
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def parked_as(daemonset: dict) -> str | None:
+    """The fingerprint of what the pods of a parked DaemonSet run."""
+    return annotation(daemonset, PARKED)
+
+
+def annotation(obj: dict, name: str) -> str | None:
+    return obj["metadata"].get("annotations", {}).get(name)
 
 
 def is_observed(daemonset: dict) -> bool:
@@ -1044,171 +1384,21 @@ def is_observed(daemonset: dict) -> bool:
     return seen == daemonset["metadata"]["generation"]
 
 
-def is_rolled_out(daemonset: dict) -> bool:
-    """Whether every pod is of the current template."""
-    current = daemonset["status"].get("currentNumberScheduled", 0)
-    updated = daemonset["status"].get("updatedNumberScheduled", 0)
-    return is_observed(daemonset) and updated == current
+def count(daemonset: dict, pods: str) -> int:
+    """How many pods are 'desired', 'current' or 'updated'."""
+    return daemonset["status"].get(f"{pods}NumberScheduled", 0)
 
 
-def current_of(pods: list[Pod], daemonset: dict) -> list[Pod]:
-    """The pods that run what the DaemonSet says, whatever its affinity was when they began."""
-    notes = daemonset["metadata"].get("annotations", {})
-    revision = notes.get("deprecated.daemonset.template.generation")
-    runs = what_runs(daemonset["spec"]["template"])
-    return [pod for pod in pods if pod.revision == revision or pod.runs == runs]
+# ---------------------------------------------------------------- status
 
-
-def daemonset_patch(have: dict, want: dict) -> dict:
-    """What makes a DaemonSet as wanted, and never another one that took its name."""
-    meta = {"uid": have["metadata"]["uid"], "labels": {LABEL: OURS}}
-    owners = have["metadata"].get("ownerReferences", [])
-    [ours] = want["metadata"]["ownerReferences"]
-    if ours not in owners:
-        others = [owner for owner in owners if owner["uid"] != ours["uid"]]
-        meta["ownerReferences"] = [*others, ours]
-        meta["resourceVersion"] = have["metadata"]["resourceVersion"]
-    return {"metadata": meta, "spec": merge_patch(have["spec"], want["spec"])}
-
-
-def merge_patch(have: Any, want: Any) -> Any:
-    """The JSON merge patch that leaves of have only what is in want: null removes."""
-    if not isinstance(have, dict) or not isinstance(want, dict):
-        return want
-    gone = have.keys() - want.keys() - {"annotations"}
-    return dict.fromkeys(gone) | {
-        field: merge_patch(have.get(field), want[field]) for field in want
-    }
-
-
-# ---------------------------------------------------------------- build_status
-
-
-class Pod(NamedTuple):
-    """What is kept of a pod."""
-
-    owner: Key
-    name: str
-    node: str
-    revision: str | None  # of the template that it was made from
-    runs: int  # the same for all that run the same
-    started: str | None  # when its container came up, by the node's clock; None while it is not up
-    since: float  # the same by ours, and infinite while it is not up
-    reason: str  # of its last failure, also once it is up again
-    message: str
-    leaving: bool
-
-    def fails(self, settled_before: float) -> bool:
-        """A container that restarted fails until it settles, so a crash loop does so steadily."""
-        return bool(self.reason) and self.since > settled_before
-
-
-def keep_pod(obj: dict, old: Pod | None) -> Pod:
-    meta, spec, status = obj["metadata"], obj["spec"], obj.get("status") or {}
-    owners = [o["name"] for o in meta.get("ownerReferences") or () if o.get("controller")]
-    container = scx(status.get("containerStatuses"))
-    started = None
-    if condition(status, "Ready").get("status") == "True":
-        started = (container.get("state", {}).get("running") or {}).get("startedAt")
-    reason, message = pod_problem(meta, status, container)
-    return Pod(
-        owner=(meta["namespace"], owners[0] if owners else ""),
-        name=meta["name"],
-        node=spec.get("nodeName") or target_node(spec),
-        revision=(meta.get("labels") or {}).get("pod-template-generation"),
-        runs=what_runs(obj),
-        started=started,
-        since=up_since(started, old),
-        reason=reason,
-        message=message,
-        leaving="deletionTimestamp" in meta,
-    )
-
-
-def scx(containers: list[dict] | None) -> dict:
-    """Our container: somebody may have injected others."""
-    return next((c for c in containers or () if c["name"] == "scx"), {})
-
-
-def what_runs(pod: dict) -> int:
-    """Equal for pods and templates that run the same.
-
-    By what admission hardly ever changes in pods, so not by their resources or tolerations.
-    """
-    spec, notes = pod["spec"], pod["metadata"].get("annotations") or {}
-    container = scx(spec.get("containers"))
-    parts = [container.get(field) for field in ("image", "args", "env")]
-    parts += [volume for volume in spec.get("volumes") or () if "hostPath" in volume]
-    parts += [spec.get("hostPID"), notes.get("kubectl.kubernetes.io/restartedAt")]
-    return hash(json.dumps(parts))
-
-
-def condition(status: dict, kind: str) -> dict:
-    return next((c for c in status.get("conditions") or () if c["type"] == kind), {})
-
-
-def ready_condition(schedext: dict) -> dict:
-    return condition(schedext["status"], "Ready")
-
-
-def up_since(started: str | None, old: Pod | None) -> float:
-    """When a container came up, by time.monotonic().
-
-    One that is seen to come up counts from then, for the node's clock may be wrong. One that was
-    up when sked first looked counts from its startedAt, so that a restart of sked changes nothing.
-    """
-    if not started:
-        return math.inf
-    if not old:
-        return time.monotonic() - max(0.0, seconds_since(started))
-    return old.since if old.started == started else time.monotonic()
-
-
-def target_node(spec: dict) -> str:
-    """The node that a DaemonSet's pod is for while it is not bound to it."""
-    with contextlib.suppress(KeyError, IndexError):
-        rules = spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
-        return rules["nodeSelectorTerms"][0]["matchFields"][0]["values"][0]
-    return ""
-
-
-def pod_problem(meta: dict, status: dict, container: dict) -> tuple[str, str]:
-    """Reason and message of what is wrong with a pod, or was before its container restarted."""
-    state, last = container.get("state") or {}, container.get("lastState") or {}
-    waiting = state.get("waiting") or {}
-    died = state.get("terminated") or last.get("terminated") or {}
-    restarts = container.get("restartCount", 0)
-    crashed = died or restarts or waiting.get("reason") == "CrashLoopBackOff"
-    begins = ("ContainerCreating", "PodInitializing", "CrashLoopBackOff")
-    scheduled = condition(status, "PodScheduled")
-    if status.get("phase") == "Failed" and status.get("reason"):
-        return status["reason"], status.get("message", "")
-    if waiting.get("reason") and waiting["reason"] not in begins:
-        return waiting["reason"], waiting.get("message", "")
-    if crashed:
-        return "CrashLoopBackOff", crash_message(meta, died, restarts)
-    if scheduled.get("reason") == "Unschedulable":
-        return "Unschedulable", scheduled.get("message", "")
-    return "", ""
-
-
-def crash_message(meta: dict, died: dict, restarts: int) -> str:
-    message = f"exit code {died.get('exitCode', 'unknown')}"
-    if died.get("reason") not in (None, "Error"):
-        message += f" ({died['reason']})"
-    message += f", {restarts} restart{'' if restarts == 1 else 's'}"
-    if died.get("message"):
-        message += ": " + " ".join(died["message"].split())[-300:]
-    previous = " --previous" if restarts else ""
-    return f"{message}; see 'kubectl logs -n {meta['namespace']} {meta['name']}{previous}'"
-
-
-def settle_seconds(schedext: dict) -> float:
-    """How long a container must stay up before it counts as ready."""
-    return max(SETTLE_SECONDS, schedext["spec"].get("minReadySeconds") or 0)
-
-
-NO_DAEMONSET = {"metadata": {"generation": 1}, "spec": {}, "status": {}}
+SETTLE_SECONDS = 10.0  # a scheduler that cannot attach is Ready for 2 s at every try
+MAX_FAILURES = 10  # listed in a status
+STALLING = ("NameTaken", "Rejected")  # reasons that do not go away by waiting
+NO_DAEMONSET = {
+    "metadata": {"namespace": "", "name": "", "uid": None, "generation": 1},
+    "spec": {},
+    "status": {},
+}
 
 
 class View(NamedTuple):
@@ -1218,111 +1408,158 @@ class View(NamedTuple):
     daemonset: dict
     pods: list[Pod]
     rivals: dict[str, str]  # nodes where its pod fails and another SchedExt's runs: whose
-    settled_before: float  # a container that came up by then has stayed up for long enough
-    podless_seconds: float  # for how long nodes have wanted pods while there was none
+    now: float
+    settle: float  # seconds that a pod must stay up before it counts as ready
+    steady: float  # seconds for which the counts of the DaemonSet have been the same
+
+    def staying(self) -> list[Pod]:
+        return [pod for pod in self.pods if not pod.leaving]
+
+    def lacking(self) -> int:
+        """How many nodes want a pod and have none."""
+        return max(0, count(self.daemonset, "desired") - count(self.daemonset, "current"))
 
 
 def build_status(view: View, blocked: Blocked | None, now: str) -> dict:
     """The status of a SchedExt."""
     schedext, generation = view.schedext, view.schedext["metadata"]["generation"]
-    failing = [pod for pod in view.pods if pod.fails(view.settled_before)]
-    failing.sort(key=lambda pod: (pod.node, pod.name))
-    failures = [build_failure(pod, view.rivals) for pod in failing]
+    failures = build_failures(view)
     nodes = count_nodes(view, len(failures))
     if blocked:
         reason, message = blocked.reason, str(blocked)
     else:
         reason, message = ready_reason(view, nodes, failures)
-    ready = {
-        "type": "Ready",
-        "status": "True" if reason == "AllReady" else "False",
-        "reason": reason,
-        "message": message,
-        "observedGeneration": generation,
-        "lastTransitionTime": now,
-    }
-    before = ready_condition(schedext)
-    if before.get("status") == ready["status"]:
-        ready["lastTransitionTime"] = before.get("lastTransitionTime", now)
-    others = [c for c in schedext["status"].get("conditions", ()) if c["type"] != "Ready"]
-    status = {"observedGeneration": generation, "nodes": nodes, "conditions": [*others, ready]}
+    states = {"Ready": str(reason in ("AllReady", "Suspended"))}
+    if reason in STALLING:
+        states["Stalled"] = "True"  # else GitOps tools would wait for ever
+    old = schedext["status"].get("conditions", ())
+    conditions = [c for c in old if c["type"] not in ("Ready", "Stalled")]
+    for kind, state in states.items():
+        before = condition(schedext["status"], kind)
+        moved = before.get("status") != state
+        conditions.append(
+            {
+                "type": kind,
+                "status": state,
+                "reason": reason,
+                "message": message,
+                "observedGeneration": generation,
+                "lastTransitionTime": now if moved else before.get("lastTransitionTime", now),
+            }
+        )
+    status = {"observedGeneration": generation, "nodes": nodes, "conditions": conditions}
     if failures:
         status["failures"] = failures[:MAX_FAILURES]
     return status
 
 
-def build_failure(pod: Pod, rivals: dict[str, str]) -> dict:
-    reason, message = pod.reason, pod.message
-    if reason == "CrashLoopBackOff" and pod.node in rivals:
-        reason = "AlreadyAttached"
-        message = (
-            f"the scheduler of SchedExt {rivals[pod.node]} runs here, "
-            f"and a kernel attaches one at a time; {message}"
-        )
-    return {"node": pod.node, "pod": pod.name, "reason": reason, "message": message[:1000]}
+def condition(status: dict, kind: str) -> dict:
+    return next((c for c in status.get("conditions", ()) if c["type"] == kind), {})
+
+
+def build_failures(view: View) -> list[dict]:
+    """One for each failing pod, sorted by node."""
+    failing = [pod for pod in view.staying() if pod.fails(view.now, view.settle)]
+    failures = []
+    for pod in sorted(failing, key=lambda pod: (pod.node, pod.name)):
+        reason, message = pod.reason, pod.message
+        if reason == CRASHED and pod.node in view.rivals:
+            reason = "AlreadyAttached"
+            message = (
+                f"the scheduler of SchedExt {view.rivals[pod.node]} runs here, "
+                f"and a kernel attaches one at a time; {message}"
+            )
+        failure = {"node": pod.node, "pod": pod.name, "reason": reason, "message": message[:1000]}
+        failures.append(failure)
+    return failures
 
 
 def count_nodes(view: View, failing: int) -> dict:
-    seen = view.daemonset["status"]
-    desired = seen.get("desiredNumberScheduled", 0)
-    updated = seen.get("updatedNumberScheduled", 0)
-    if has_on_delete(view.daemonset) and not has_on_delete(view.schedext):  # it is parked
-        updated = min(desired, len(current_of(view.pods, view.daemonset)))
+    """The DaemonSet says how many nodes there are; pods say who has settled and who fails."""
+    settled = sum(pod.settled(view.now, view.settle) for pod in view.staying())
+    if view.steady >= SETTLE_SECONDS:
+        failing += view.lacking()
     return {
-        "desired": desired,
-        "ready": sum(pod.since <= view.settled_before for pod in view.pods),
-        "updated": updated,
-        "failing": desired if view.podless_seconds >= SETTLE_SECONDS else failing,
+        "desired": count(view.daemonset, "desired"),
+        "ready": min(settled, view.daemonset["status"].get("numberReady", 0)),
+        "updated": count(view.daemonset, "current" if parked_as(view.daemonset) else "updated"),
+        "failing": failing,
     }
 
 
-def ready_reason(view: View, nodes: dict, failures: list[dict]) -> tuple[str, str]:
-    """Reason and message of the Ready condition where the DaemonSet is as it should be."""
-    schedext, daemonset, desired = view.schedext, view.daemonset, nodes["desired"]
-    namespace, name = key_of(schedext)
-    if not is_observed(daemonset):
+def ready_reason(view: View, nodes: dict, failures: list[dict]) -> Problem:
+    """Reason and message of the Ready condition if the DaemonSet is as it should be."""
+    desired = nodes["desired"]
+    if not is_observed(view.daemonset):
         return "RollingOut", "waiting for the DaemonSet controller"
-    if schedext["spec"].get("suspend"):
+    if view.schedext["spec"].get("suspend"):
+        left = len(view.pods) or view.daemonset["status"].get("numberMisscheduled", 0)
+        if left:
+            return "RollingOut", f"suspended; waiting for {left} pods to end"
         return "Suspended", "it runs on no node; set spec.suspend to false to resume"
     if not desired:
-        pairs = ",".join("=".join(pair) for pair in sorted(selector_of(schedext)))
+        pairs = ",".join("=".join(pair) for pair in sorted(selector_of(view.schedext)))
         command = f"kubectl get nodes -l {pairs}" if pairs else "kubectl get nodes"
-        return "NoNodes", f"no node is there for it: check labels and taints with '{command}'"
-    if failures:
-        first = failures[0]
-        return "NodesFailing", (
-            f"failing on {nodes['failing']} of {desired} nodes; "
-            f"{first['node']}: {first['reason']}: {first['message']}"
-        )
-    if view.podless_seconds >= SETTLE_SECONDS:
-        return "NodesFailing", (
-            f"{desired} nodes want a pod and none exists: the namespace must allow privileged "
-            f"pods: 'kubectl label --overwrite namespace {namespace} "
-            "pod-security.kubernetes.io/enforce=privileged'; if it does, see "
-            f"'kubectl describe daemonset -n {namespace} {name}'"
-        )
-    settled = [pod for pod in view.pods if pod.since <= view.settled_before]
-    if nodes["updated"] >= desired and len(current_of(settled, daemonset)) >= desired:
+        return "NoNodes", f"no node matches: check labels and taints with '{command}'"
+    if nodes["failing"]:
+        return "NodesFailing", failing_message(view, nodes, failures)
+    revisions = {pod.revision for pod in view.staying()}
+    is_updated = nodes["updated"] >= desired and len(revisions) == 1
+    if nodes["ready"] >= desired and (is_updated or parked_as(view.daemonset)):
         return "AllReady", f"running on {desired} of {desired} nodes"
-    message = f"ready on {nodes['ready']} of {desired} nodes, updated on {nodes['updated']}"
-    if any(view.settled_before < pod.since < math.inf for pod in view.pods):
-        message += f"; waiting to see them stay up for {settle_seconds(schedext):.0f} s"
-    elif has_on_delete(schedext) and nodes["updated"] < desired:
+    return "RollingOut", rolling_message(view, nodes)
+
+
+def failing_message(view: View, nodes: dict, failures: list[dict]) -> str:
+    message = f"failing on {nodes['failing']} of {nodes['desired']} nodes; "
+    namespace, name = key_of(view.schedext)
+    if failures:
+        return message + "{node}: {reason}: {message}".format(**failures[0])
+    message += f"{view.lacking()} of them have no pod: see "
+    message += f"'kubectl describe daemonset -n {namespace} {name}'"
+    if not view.pods:
+        message += (
+            "; if its pods may not be privileged: 'kubectl label --overwrite namespace "
+            f"{namespace} pod-security.kubernetes.io/enforce=privileged'"
+        )
+    return message
+
+
+def rolling_message(view: View, nodes: dict) -> str:
+    namespace, name = key_of(view.schedext)
+    message = "ready on {ready} of {desired} nodes, updated on {updated}".format(**nodes)
+    strategy = view.daemonset["spec"].get("updateStrategy", {}).get("type")
+    if any(0 < pod.settles_in(view.now, view.settle) < math.inf for pod in view.staying()):
+        message += f"; waiting to see them stay up for {view.settle:.0f} s"
+    elif strategy == "OnDelete" and nodes["updated"] < nodes["desired"]:
         command = f"kubectl delete pod -n {namespace} -l name={name}"
         message += f"; updateStrategy is OnDelete: delete the old pods with '{command}'"
-    return "RollingOut", message
+    return message
 
 
-# ---------------------------------------------------------------- leader election
+def changes_in(view: View, blocked: Blocked | None) -> float:
+    """Seconds until time alone may change the status."""
+    waits = [pod.settles_in(view.now, view.settle) for pod in view.pods]
+    if blocked:
+        waits.append(blocked.look_again)
+    if view.lacking():
+        waits.append(SETTLE_SECONDS - view.steady)
+    if any(pod.reason for pod in view.pods):
+        waits.append(BLOCKED_SECONDS)  # another scheduler may have left the node
+    return min((wait for wait in waits if wait > 0), default=math.inf)
+
+
+# ---------------------------------------------------------------- the lease
 
 LEASE_NAME = "b4c95cb3.schedkit.io"  # the Go operator's, so that the two never act at once
 LEASE_SECONDS = 15
 RENEW_SECONDS = 2.0
+RENEW_REQUEST_SECONDS = 4.0
 RENEW_DEADLINE_SECONDS = 10.0  # a leader that has not renewed for so long stops
 
 
 class Elector:
-    """Holds the Lease. Another's has expired when it has not changed for its duration."""
+    """Holds the Lease. Somebody else's has expired if it has not changed for its duration."""
 
     def __init__(self, api: Api, namespace: str) -> None:
         self.api = api
@@ -1330,6 +1567,7 @@ class Elector:
         self.identity = f"{socket.gethostname()}_{uuid.uuid4()}"
         self.new_lease = {"metadata": {"name": LEASE_NAME, "namespace": namespace}}
         self.lease = self.new_lease  # as seen last
+        self.is_current = False  # nobody can have changed it since, as far as we know
         self.seen = -math.inf  # when the lease was seen to change
         self.renewed = -math.inf  # when we asked for what we hold
         self.has_led = False
@@ -1344,27 +1582,30 @@ class Elector:
             os._exit(1)
 
     def run(self, operator: Operator) -> None:
-        """Take the lease when it is free, and renew it until the operator stops."""
+        """Take the lease when it is free, start the operator, and renew until it stops."""
         log.info("waiting for the lease as %s", self.identity)
         while not operator.stop.is_set():
             operator.beat()
             try:
                 self.take()
-                operator.report("lease", "")
+                operator.recovered("lease")
             except ApiError as error:
-                if error.status != 409:  # another one was faster
-                    operator.report("lease", str(error))
+                self.is_current = False
+                if error.status != 409:  # somebody else was faster
+                    operator.fault("lease", str(error))
             self.check()
+            if self.leads() and not self.has_led:
+                self.has_led = True
+                log.info("leading")
+                operator.start()
             operator.stop.wait(RENEW_SECONDS)
 
     def take(self) -> None:
         """Take or renew the lease if it is free or ours."""
+        if not self.is_current or not self.leads():
+            self.look()
         asked = time.monotonic()
-        lease = self.api.get(self.path, timeout=RENEW_SECONDS) or self.new_lease
-        if lease != self.lease:
-            self.lease = lease
-            self.seen = time.monotonic()
-        spec, now = lease.get("spec") or {}, timestamp("microseconds")
+        spec, now = self.lease.get("spec") or {}, timestamp("microseconds")
         holder = spec.get("holderIdentity")
         if holder != self.identity:
             self.renewed = -math.inf
@@ -1373,92 +1614,103 @@ class Elector:
             transitions = spec.get("leaseTransitions", -1) + 1
             spec = spec | {"acquireTime": now, "leaseTransitions": transitions}
         ours = {"holderIdentity": self.identity, "leaseDurationSeconds": LEASE_SECONDS}
-        self.put(spec | ours | {"renewTime": now})
+        self.put(spec | ours | {"renewTime": now}, RENEW_REQUEST_SECONDS)
+        self.is_current = True
         self.renewed = asked
-        self.has_led = True
 
-    def put(self, spec: dict) -> None:
+    def look(self) -> None:
+        lease = self.api.get(self.path, timeout=RENEW_REQUEST_SECONDS) or self.new_lease
+        if lease != self.lease:
+            self.lease = lease
+            self.seen = time.monotonic()
+
+    def put(self, spec: dict, timeout: float) -> None:
         """PUT also creates a Lease; its resourceVersion makes it a compare-and-swap."""
-        body = self.lease | {"spec": spec}
-        self.lease = self.api.request("PUT", self.path, body, timeout=RENEW_SECONDS)
+        self.lease = self.api.request("PUT", self.path, self.lease | {"spec": spec}, timeout)
 
     def release(self) -> None:
         """Let another one lead at once."""
         if self.leads():
+            spec = self.lease["spec"] | {"holderIdentity": "", "leaseDurationSeconds": 1}
             with contextlib.suppress(ApiError):
-                self.put(self.lease["spec"] | {"holderIdentity": "", "leaseDurationSeconds": 1})
+                self.put(spec, timeout=0.6)
 
 
 # ---------------------------------------------------------------- health and metrics
 
-PASS = (("controller", "schedext"),)
-RECONCILE_TIME = "controller_runtime_reconcile_time_seconds"
-METRICS = {
-    "controller_runtime_reconcile_total": "counter",
-    RECONCILE_TIME: "histogram",
-    "rest_client_requests_total": "counter",
-    "workqueue_depth": "gauge",
-    "leader_election_master_status": "gauge",
-    "sked_schedext_nodes": "gauge",
-    "sked_build_info": "gauge",
+METRICS_HELP = {  # kind and meaning, by name
+    "controller_runtime_reconcile_total": ("counter", "Passes over a SchedExt, by result."),
+    "controller_runtime_reconcile_time_seconds": ("histogram", "Duration of such a pass."),
+    "rest_client_requests_total": ("counter", "Requests to the API server, by HTTP status."),
+    "workqueue_depth": ("gauge", "SchedExts that wait for a worker."),
+    "leader_election_master_status": ("gauge", "1 if this replica works, 0 if it stands by."),
+    "sked_schedext_nodes": ("gauge", "Nodes of each SchedExt that is not suspended, by state."),
+    "sked_build_info": ("gauge", "The version of sked."),
 }
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, "+Inf")
+MAX_CONNECTIONS = 64  # to each of our own HTTP servers
+
+Page = tuple[int, str]  # HTTP status and text
 
 
 class Metrics:
-    """Samples by name and labels, of which none needs escaping."""
+    """Samples, by name and labels as Prometheus writes them. No label needs escaping."""
 
     def __init__(self) -> None:
-        self.samples = defaultdict(float)  # by name and labels
+        self.samples = defaultdict(float)
         self.lock = threading.Lock()
 
-    def add(self, name: str, amount: float = 1.0, **labels: Any) -> None:
+    def requested(self, method: str, status: int) -> None:
         with self.lock:
-            self.samples[name, tuple(labels.items())] += amount
+            self.samples[f'rest_client_requests_total{{code="{status}",method="{method}"}}'] += 1
 
     def reconciled(self, result: str, seconds: float) -> None:
         """Count a pass; its duration is in each bucket that is large enough."""
+        name, label = "controller_runtime_reconcile", 'controller="schedext"'
         with self.lock:
-            self.samples["controller_runtime_reconcile_total", (*PASS, ("result", result))] += 1
-            self.samples[f"{RECONCILE_TIME}_sum", PASS] += seconds
-            self.samples[f"{RECONCILE_TIME}_count", PASS] += 1
+            self.samples[f'{name}_total{{{label},result="{result}"}}'] += 1
+            self.samples[f"{name}_time_seconds_sum{{{label}}}"] += seconds
+            self.samples[f"{name}_time_seconds_count{{{label}}}"] += 1
             for bound in BUCKETS:
-                fits = seconds <= float(bound)
-                self.samples[f"{RECONCILE_TIME}_bucket", (*PASS, ("le", bound))] += fits
+                bucket = f'{name}_time_seconds_bucket{{{label},le="{bound}"}}'
+                self.samples[bucket] += seconds <= float(bound)
 
-    def text(self, gauges: dict) -> str:
+    def text(self, gauges: dict[str, float]) -> str:
         """All of it, as Prometheus reads it."""
         with self.lock:
             samples = self.samples | gauges
         lines = []
-        for metric, kind in METRICS.items():
-            lines.append(f"# TYPE {metric} {kind}")
-            for (name, labels), value in samples.items():
-                if name.startswith(metric):
-                    pairs = ",".join(f'{label}="{text}"' for label, text in labels)
-                    lines.append(f"{name}{{{pairs}}} {float(value)}")
+        for name, (kind, meaning) in METRICS_HELP.items():
+            lines += [f"# HELP {name} {meaning}", f"# TYPE {name} {kind}"]
+            lines += [f"{s} {float(samples[s])}" for s in samples if s.startswith(name)]
         return "\n".join(lines)
 
 
-def gauges(operator: Operator, leads: bool) -> dict:
+METRICS = Metrics()
+
+
+def gauges(operator: Operator) -> dict[str, float]:
     """What is measured when somebody asks."""
     found = {
-        ("workqueue_depth", (("name", "schedext"),)): operator.queue.depth(),
-        ("leader_election_master_status", (("name", LEASE_NAME),)): leads,
-        ("sked_build_info", (("version", __version__),)): 1,
+        'workqueue_depth{name="schedext"}': operator.queue.depth(),
+        f'leader_election_master_status{{name="{LEASE_NAME}"}}': operator.leads(),
+        f'sked_build_info{{version="{__version__}"}}': 1,
     }
-    for (namespace, name), schedext in operator.schedexts.items.copy().items():
-        if schedext["spec"].get("suspend"):
-            continue  # nobody wants to be woken because it runs nowhere
-        for state, count in (schedext["status"].get("nodes") or {}).items():
-            labels = (("namespace", namespace), ("name", name), ("state", state))
-            found["sked_schedext_nodes", labels] = count
+    for schedext in operator.schedexts.all():
+        namespace, name = key_of(schedext)
+        if not schedext["spec"].get("suspend"):  # else an alert would say that it runs nowhere
+            for state, nodes in schedext["status"].get("nodes", {}).items():
+                labels = f'namespace="{namespace}",name="{name}",state="{state}"'
+                found[f"sked_schedext_nodes{{{labels}}}"] = nodes
     return found
 
 
 @functools.lru_cache(100)
-def review(api: Api, authorization: str, moment: int) -> int:
-    """200 if the API server lets the caller get /metrics, else the HTTP status of the refusal."""
+def review(api: Api, authorization: str, minute: int) -> int:
+    """200 if the API server lets the caller get /metrics, else the HTTP status of the refusal.
+
+    Answers are cached; the minute makes sure that they expire.
+    """
     kind, _, token = authorization.partition(" ")
     if kind.lower() != "bearer" or not token:
         return 401
@@ -1475,14 +1727,39 @@ def review(api: Api, authorization: str, moment: int) -> int:
     return 200 if answer.get("allowed") else 403
 
 
+def healthz(operator: Operator, authorization: str) -> Page:
+    silent = ", ".join(operator.silent_threads())
+    return (503, f"no sign of life from {silent}") if silent else (200, "ok")
+
+
+def readyz(operator: Operator, authorization: str) -> Page:
+    if not operator.leads():
+        return 200, "standing by"
+    return (200, "ok") if operator.is_ready() else (503, "the caches are not filled yet")
+
+
+def metrics(operator: Operator, authorization: str) -> Page:
+    return 200, METRICS.text(gauges(operator))
+
+
+def secure_metrics(operator: Operator, authorization: str) -> Page:
+    try:
+        status = review(operator.api, authorization, int(time.monotonic() // 60))
+    except ApiError as error:
+        return 503, str(error)
+    if status != 200:
+        return status, http.HTTPStatus(status).phrase
+    return metrics(operator, authorization)
+
+
 class Handler(http.server.BaseHTTPRequestHandler):
-    """GET of the server's routes."""
+    """GET of the server's pages."""
 
     timeout = 5
 
     def do_GET(self) -> None:
-        route = self.server.routes.get(self.path.partition("?")[0])
-        status, text = route(self.headers) if route else (404, "not found")
+        page = self.server.pages.get(self.path.partition("?")[0], lambda *_: (404, "not found"))
+        status, text = page(self.server.operator, self.headers.get("Authorization", ""))
         self.send_response(status)
         self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
         self.end_headers()
@@ -1493,17 +1770,20 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Answers at an address in Go's form (':8081', '127.0.0.1:8081', '[::1]:8081')."""
+    """Serves pages at an address in Go's form (':8081', '127.0.0.1:8081', '[::1]:8081')."""
 
     request_queue_size = 128
 
-    def __init__(self, address: str, routes: dict, certificate: str | None = None) -> None:
+    def __init__(
+        self, address: str, operator: Operator, pages: dict, certificate: str = ""
+    ) -> None:
         host, _, port = address.rpartition(":")
         if not port.isdigit() or int(port) > 65535:
-            raise ValueError(f"{address!r} is no address such as :8081 or 127.0.0.1:8081")
+            raise ValueError(f"{address!r} is not an address such as :8081 or 127.0.0.1:8081")
         if socket.has_dualstack_ipv6() and (not host or ":" in host):
             self.address_family = socket.AF_INET6
-        self.routes = routes
+        self.operator = operator
+        self.pages = pages
         self.certificate = certificate  # the directory of tls.crt and tls.key
         self.held = {}  # the connections, the oldest first
         try:
@@ -1514,15 +1794,15 @@ class Server(http.server.ThreadingHTTPServer):
 
     def get_request(self) -> tuple:
         connection, address = super().get_request()
-        if self.certificate:  # it may have been renewed; the handshake is for the handler's thread
+        if self.certificate:  # it may have been renewed; the handler's thread shakes hands
             tls = server_tls(self.certificate)
             connection = tls.wrap_socket(connection, True, do_handshake_on_connect=False)
         return connection, address
 
     def process_request(self, request: socket.socket, client_address: Any) -> None:
-        """Answer in a thread of its own; where there are too many, the oldest one has to go."""
+        """Answer in a thread of its own. If there are too many, the oldest has to go."""
         if len(self.held) >= MAX_CONNECTIONS:
-            oldest = list(self.held)[0]
+            oldest = next(iter(self.held))
             self.held.pop(oldest, None)
             with contextlib.suppress(OSError):
                 oldest.shutdown(socket.SHUT_RDWR)
@@ -1542,14 +1822,12 @@ def server_tls(directory: str) -> ssl.SSLContext:
     try:
         context.load_cert_chain(f"{directory}/tls.crt", f"{directory}/tls.key")
     except OSError as error:
-        raise OSError(
-            f"no use can be made of tls.crt and tls.key in {directory}: {error}"
-        ) from None
+        raise OSError(f"cannot load tls.crt and tls.key from {directory}: {error}") from None
     return context
 
 
 def self_signed() -> str:
-    """A new directory with a certificate of our own making."""
+    """A new directory with a certificate of our own."""
     directory = tempfile.mkdtemp(prefix="sked-")
     atexit.register(shutil.rmtree, directory)
     command = (
@@ -1567,7 +1845,7 @@ def self_signed() -> str:
 
 
 def load_configuration(path: str | None, context: str | None) -> Configuration:
-    """The flag, else $KUBECONFIG, else from inside a cluster, else ~/.kube/config."""
+    """The flag, else $KUBECONFIG, else the pod's own, else ~/.kube/config."""
     configuration = Configuration()
     path = path or os.environ.get("KUBECONFIG")
     if not path and not context and "KUBERNETES_SERVICE_HOST" in os.environ:
@@ -1578,11 +1856,11 @@ def load_configuration(path: str | None, context: str | None) -> Configuration:
     if not files:
         where = path or "~/.kube/config"
         raise ValueError(f"no kubeconfig at {where}: name one with --kubeconfig or $KUBECONFIG")
-    for file in files:  # the first one that names a context decides, as for kubectl
+    for file in files:  # as for kubectl, the first one that names a context decides
         with open(file) as stream:
             content = yaml.safe_load(stream) or {}
         if not isinstance(content, dict):
-            raise ValueError(f"{file} is no kubeconfig")
+            raise ValueError(f"{file} is not a kubeconfig")
         context = context or content.get("current-context")
     kubeconfig.load_kube_config(os.pathsep.join(files), context, configuration, False)
     return configuration
@@ -1590,8 +1868,10 @@ def load_configuration(path: str | None, context: str | None) -> Configuration:
 
 def render(stream: Any) -> str:
     """The DaemonSets of the SchedExts in a YAML stream, as YAML."""
-    documents = [document for document in yaml.safe_load_all(stream) if isinstance(document, dict)]
-    schedexts = [document for document in documents if document.get("kind") == "SchedExt"]
+    documents = [obj for obj in yaml.safe_load_all(stream) if isinstance(obj, dict)]
+    lists = [obj.get("items") or () for obj in documents if obj.get("kind") == "List"]
+    documents += [obj for items in lists for obj in items if isinstance(obj, dict)]
+    schedexts = [obj for obj in documents if obj.get("kind") == "SchedExt"]
     if not schedexts:
         raise ValueError("there is no SchedExt in it")
     daemonsets = [build_daemonset(schedext, schedexts) for schedext in schedexts]
@@ -1633,13 +1913,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     flag(
         "--metrics-secure",
         default=True,
-        help="metrics by HTTPS, to those who may (default: true)",
+        help="metrics over HTTPS, to authorized callers only (default: true)",
         **switch,
     )
     flag(
         "--metrics-cert-dir",
         metavar="DIR",
-        help="of the metrics' tls.crt and tls.key; else self-signed",
+        help="of tls.crt and tls.key for the metrics; else self-signed",
     )
     flag("--enable-http2", default=False, help="must be false", **switch)
     flag("--log-level", default="info", choices=levels, help="how much to say (default: info)")
@@ -1658,44 +1938,24 @@ def lease_namespace(flag: str | None) -> str:
         with open(account) as file:
             return file.read().strip()
     if not flag:
-        raise ValueError("--leader-elect needs --leader-election-namespace outside of a cluster")
+        raise ValueError("--leader-elect needs --leader-election-namespace outside a cluster")
     return flag
 
 
-def serve(args: argparse.Namespace, operator: Operator, leads: Callable[[], bool]) -> None:
+def serve(args: argparse.Namespace, operator: Operator) -> None:
     """Start the HTTP servers that are asked for."""
-
-    def healthz(headers: Any) -> tuple[int, str]:
-        oldest = time.monotonic() - STUCK_SECONDS
-        beats = operator.beats.copy().items()
-        stuck = sorted(t.name for t, beat in beats if beat < oldest or not t.is_alive())
-        return (503, f"no sign of life from {', '.join(stuck)}") if stuck else (200, "ok")
-
-    def readyz(headers: Any) -> tuple[int, str]:
-        if not leads():
-            return 200, "standing by"
-        return (200, "ok") if operator.ready() else (503, "the caches are not filled yet")
-
-    def metrics(headers: Any) -> tuple[int, str]:
-        status = 200
-        if args.metrics_secure:
-            moment = int(time.monotonic() // 10)  # so what is known of a caller expires
-            try:
-                status = review(operator.api, headers.get("Authorization", ""), moment)
-            except ApiError as error:
-                return 503, str(error)
-        if status != 200:
-            return status, http.HTTPStatus(status).phrase
-        return 200, operator.api.metrics.text(gauges(operator, leads()))
-
     if args.health_probe_bind_address != "0":
-        Server(args.health_probe_bind_address, {"/healthz": healthz, "/readyz": readyz})
-    if args.metrics_bind_address != "0":
-        certificate = None
-        if args.metrics_secure:
-            certificate = args.metrics_cert_dir or self_signed()
-            server_tls(certificate)  # so that one that is no use shows at the start
-        Server(args.metrics_bind_address, {"/metrics": metrics}, certificate)
+        pages = {"/healthz": healthz, "/readyz": readyz}
+        Server(args.health_probe_bind_address, operator, pages)
+    if args.metrics_bind_address == "0":
+        return
+    if args.metrics_secure:
+        certificate = args.metrics_cert_dir or self_signed()
+        server_tls(certificate)  # so that a bad one shows at the start
+        pages = {"/metrics": secure_metrics}
+        Server(args.metrics_bind_address, operator, pages, certificate)
+    else:
+        Server(args.metrics_bind_address, operator, {"/metrics": metrics})
 
 
 def run(args: argparse.Namespace) -> None:
@@ -1704,25 +1964,20 @@ def run(args: argparse.Namespace) -> None:
     elector = None
     if args.leader_elect:
         elector = Elector(api, lease_namespace(args.leader_election_namespace))
-    operator = Operator(api, args.namespace, elector.check if elector else lambda: None)
+    operator = Operator(api, args.namespace, elector)
     signals = {signal.SIGTERM, signal.SIGINT}
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # in all threads but the one that waits
-
-    def stop_on_signal() -> None:
-        signal.sigwait(signals)
-        operator.stop.set()
-
-    spawn(stop_on_signal, "signals")
-    serve(args, operator, elector.leads if elector else lambda: True)
-    gc.freeze()  # what is loaded by now stays; looking it through again is a tenth of the CPU
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # in all threads: sigwait takes them
+    serve(args, operator)
+    gc.freeze()  # what is loaded by now stays; not looking through it again saves 10 % of CPU
     where = args.namespace or "all namespaces"
     log.info("sked %s, for SchedExts in %s, at %s", __version__, where, api.host)
     if elector:
         renewal = spawn(functools.partial(elector.run, operator), "lease")
-        while not elector.has_led and not operator.stop.wait(0.05):
-            pass
-        log.info("leading" if elector.has_led else "stopped while standing by")
-    if operator.run() and elector:
+    else:
+        operator.start()
+    signal.sigwait(signals)
+    operator.stop.set()
+    if operator.finish() and elector:
         renewal.join(0.4)  # else its last answer could make ours a conflict
         elector.release()
     log.info("stopped")

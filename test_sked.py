@@ -99,7 +99,7 @@ def dig(value: Any, path: str) -> Any:
     return value
 
 
-def eventually(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
+def eventually(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
     """The condition's value as soon as it is true; fails with the last value when time is up."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
@@ -262,6 +262,7 @@ def suits(schema: dict, value: Any) -> bool:
 # ---------------------------------------------------------------- DaemonSets: what is filled in
 
 MAPS = ("labels", "annotations", "matchLabels", "nodeSelector", "limits", "requests")
+POINTERS = ("securityContext",)  # to what may be false
 EMPTY = (None, "", [], {}, False)  # and 0, which is False to Python
 
 
@@ -271,7 +272,8 @@ def omit_empty(value: Any) -> Any:
         return [omit_empty(item) for item in value]
     if not isinstance(value, dict):
         return value
-    kept = {name: item if name in MAPS else omit_empty(item) for name, item in value.items()}
+    as_it_is = MAPS + POINTERS
+    kept = {name: item if name in as_it_is else omit_empty(item) for name, item in value.items()}
     return {name: item for name, item in kept.items() if item not in EMPTY}
 
 
@@ -308,6 +310,17 @@ def default_daemonset(obj: dict) -> None:
     meta = {"creationTimestamp": None} | spec["template"]["metadata"]  # newer servers omit it
     filled = {"updateStrategy": strategy, "template": {"metadata": meta, "spec": pod}}
     obj["spec"] = {"revisionHistoryLimit": 10} | spec | filled
+
+
+TEMPLATE_GENERATION = "deprecated.daemonset.template.generation"
+
+
+def count_template(obj: dict, old: dict | None) -> None:
+    """Notes how often the template has changed."""
+    before = int(old["metadata"]["annotations"][TEMPLATE_GENERATION]) if old else 0
+    is_new = not old or obj["spec"]["template"] != old["spec"]["template"]
+    notes = obj["metadata"].setdefault("annotations", {})
+    notes[TEMPLATE_GENERATION] = str(before + is_new)
 
 
 def default_container(container: dict) -> dict:
@@ -934,6 +947,7 @@ class ApiServer(Client, contextlib.AbstractContextManager):
             obj = kept | {"metadata": obj["metadata"]}  # of which the schema says nothing
         elif kind.plural == "daemonsets":
             default_daemonset(obj)
+            count_template(obj, old)
             causes += filter(None, [check_daemonset(obj, old)])
         if causes:
             raise kind.invalid(request.name, ", ".join(causes))
@@ -1261,8 +1275,12 @@ def holds(requirement: dict, labels: dict) -> bool:
     return among == (requirement["operator"] == "In")
 
 
+UNREACHABLE = "node.kubernetes.io/unreachable"
+BUILT_IN_TOLERATION = {"key": UNREACHABLE, "operator": "Exists", "effect": "NoExecute"}
+
+
 def tolerates(pod: dict, taint: dict) -> bool:
-    for toleration in pod.get("tolerations", []):
+    for toleration in [BUILT_IN_TOLERATION, *pod.get("tolerations", [])]:
         exists = toleration.get("operator") == "Exists"
         same_key = toleration.get("key") in (None, taint["key"])
         same_effect = toleration.get("effect") in (None, taint["effect"])
@@ -1306,7 +1324,8 @@ class Kubelets:
 
     A pod runs and is ready, except that an image with the tag nopull cannot be pulled, one with
     the tag crash crash-loops, and so does every further scheduler on a node: as on a real kernel,
-    the first one holds it until it is gone. Change the attributes to change the world.
+    the first one holds it until it is gone. One with the tag idle runs and attaches nothing, which
+    only a probe notices. Change the attributes to change the world.
     """
 
     def __init__(self, server: ApiServer, nodes: int = 0) -> None:
@@ -1317,7 +1336,7 @@ class Kubelets:
         self.stop_seconds = 0.05
         self.crash_seconds = (2.0, 4.0, 1.0)  # of a crash loop: up, dead, about to try again
         self.started_ago = 0.0  # containers claim to be older by this, so that they are settled
-        self.admit = True  # False: no pod may be created
+        self.silent: set[str] = set()  # nodes whose kubelet does nothing and says nothing
         self.first_seen: dict[tuple[str, str], float] = {}  # when, by uid and what was seen
         self.steps: dict[str, tuple[str, int]] = {}  # how far the life of a pod is, by uid
         self.attached: dict[str, str] = {}  # the node whose kernel a pod holds, by uid
@@ -1338,11 +1357,33 @@ class Kubelets:
     def remove_node(self, name: str) -> None:
         self.server.delete("nodes", "", name, user="kubelets")
 
+    def silence(self, name: str) -> None:
+        """The node is lost: the node controller taints it and calls its pods unready."""
+        effects = ("NoSchedule", "NoExecute")
+        self.silent.add(name)
+        self.taint(name, [{"key": UNREACHABLE, "effect": effect} for effect in effects])
+        self.call_ready(name, "False")
+
+    def wake(self, name: str) -> None:
+        """The node is back, its containers never stopped."""
+        self.silent.remove(name)
+        self.taint(name, [])
+        self.call_ready(name, "True")
+
+    def taint(self, name: str, taints: list[dict]) -> None:
+        self.server.patch("nodes", "", name, {"spec": {"taints": taints}}, user="kubelets")
+
+    def call_ready(self, node: str, status: str) -> None:
+        for pod in self.server.list("pods"):
+            if node_of(pod) == node and dig(pod, READY):
+                ready = {"type": "Ready", "status": status, "lastTransitionTime": now()}
+                self.report(pod | {"kind": "Pod"}, {"conditions": [ready]})
+
     def pods(self, daemonset: str, namespace: str = "default") -> dict[str, dict]:
         """The pods of a DaemonSet by the name of their node."""
         pods = self.server.list("pods", namespace)
         mine = [pod for pod in pods if pod["metadata"]["labels"]["name"] == daemonset]
-        return {node_of(pod): pod for pod in mine}
+        return {node_of(pod): pod | {"kind": "Pod"} for pod in mine}
 
     def run(self) -> None:
         """Looks at everything, again and again: nobody has to tell, and nothing is missed."""
@@ -1378,34 +1419,37 @@ class Kubelets:
                 self.sync(daemonset, pods[daemonset["metadata"]["uid"]])
 
     def sync(self, daemonset: dict, pods: dict[str, dict]) -> None:
-        """The DaemonSet controller's look at one DaemonSet, whose pods are given by node."""
+        """The DaemonSet controller's look at one DaemonSet, whose pods are given by node.
+
+        A pod on a node that got a NoSchedule taint is misscheduled: it stays, and counts nowhere.
+        """
         spec = daemonset["spec"]
         revision = revision_of(spec["template"])
         wanted = self.nodes_for(spec, ("NoExecute", "NoSchedule"))
-        mine = {node: pods[node] for node in wanted & pods.keys()}
+        mine = wanted & pods.keys()
         updated = {
             node
-            for node, pod in mine.items()
+            for node, pod in pods.items()
             if pod["metadata"]["labels"]["controller-revision-hash"] == revision
         }
-        ready = {node: since for node, pod in mine.items() if (since := ready_since(pod))}
+        ready = {node: since for node, pod in pods.items() if (since := ready_since(pod))}
         enough = spec.get("minReadySeconds", 0)
         available = {node for node, since in ready.items() if seconds_since(since) >= enough}
         doomed = pods.keys() - self.nodes_for(spec, ("NoExecute",))
         if spec["updateStrategy"]["type"] == "RollingUpdate":
-            doomed |= outdated(spec, wanted, mine.keys() - updated, available)
+            doomed |= outdated(spec, wanted, pods.keys() - updated, available)
         for node in doomed:
             self.server.remove(pods[node])
-        for node in sorted(wanted - pods.keys()) if self.admit else ():
+        for node in sorted(wanted - pods.keys()):
             self.make_pod(daemonset, node, revision)
         status = {
             "observedGeneration": daemonset["metadata"]["generation"],
             "desiredNumberScheduled": len(wanted),
             "currentNumberScheduled": len(mine),
             "numberMisscheduled": len(pods) - len(mine),
-            "numberReady": len(ready),
-            "updatedNumberScheduled": len(updated) or None,
-            "numberAvailable": len(available) or None,
+            "numberReady": len(mine & ready.keys()),
+            "updatedNumberScheduled": len(mine & updated) or None,
+            "numberAvailable": len(mine & available) or None,
         }
         self.report(daemonset, status)
 
@@ -1430,7 +1474,7 @@ class Kubelets:
         labels = {
             **template["metadata"]["labels"],
             "controller-revision-hash": revision,
-            "pod-template-generation": str(meta["generation"]),
+            "pod-template-generation": meta["annotations"][TEMPLATE_GENERATION],
         }
         pod = {
             "kind": "Pod",
@@ -1455,6 +1499,8 @@ class Kubelets:
     def live(self, pod: dict) -> None:
         """The next step in the life of a pod, if its time has come."""
         uid = pod["metadata"]["uid"]
+        if node_of(pod) in self.silent:
+            return
         if "deletionTimestamp" in pod["metadata"]:
             lost = ("", node_of(pod)) not in self.server.objects["nodes"]
             if lost or self.since(pod, "end") >= self.stop_seconds:
@@ -1476,7 +1522,10 @@ class Kubelets:
         if tag == "nopull":
             return "nopull", 0
         restarts = int(seconds // sum(self.crash_seconds))
-        if tag != "crash" and not (self.exclusive and node in self.attached.values()):
+        is_busy = self.exclusive and node in self.attached.values()
+        if tag == "idle" and len(pod["spec"]["containers"]) == 1:
+            return "attached", 0  # as far as anybody can tell
+        if tag not in ("crash", "idle") and not is_busy:
             self.attached[pod["metadata"]["uid"]] = node
             return "attached", restarts
         up, dead, _ = self.crash_seconds
@@ -1494,44 +1543,57 @@ class Kubelets:
             return
         key = (pod["metadata"]["namespace"], pod["metadata"]["name"])
         self.server.patch("pods", *key, {"spec": {"nodeName": node_of(pod)}}, user="kubelets")
-        container = self.container_status(pod, step, restarts)
+        containers = [
+            self.container_status(pod, container, step, restarts)
+            for container in pod["spec"]["containers"]
+        ]
         ready = {
             "type": "Ready",
-            "status": str(container["ready"]),
+            "status": str(all(container["ready"] for container in containers)),
             "lastTransitionTime": now(self.started_ago),
         }
         phase = "Pending" if step == "nopull" else "Running"
-        status = {"phase": phase, "conditions": [ready], "containerStatuses": [container]}
-        self.report(pod, status)
+        self.report(pod, {"phase": phase, "conditions": [ready], "containerStatuses": containers})
 
-    def container_status(self, pod: dict, step: str, restarts: int) -> dict:
-        container = pod["spec"]["containers"][0]
-        image = container["image"]
-        words = "Device or resource busy"
-        if image.endswith(":crash"):
-            words = "Failed to load BPF program"
+    def container_status(self, pod: dict, container: dict, step: str, restarts: int) -> dict:
+        """What a kubelet writes; the step is the scheduler's or, if that idles, the probe's."""
+        image = pod["spec"]["containers"][0]["image"]
+        culprit = "probe" if image.endswith(":idle") else "scx"
+        words = LAST_WORDS.get(image.rpartition(":")[2], "Device or resource busy")
         if step == "dead":
             self.server.logs[pod["metadata"]["name"]] = f"{words}\n"
         died = {"exitCode": 1, "reason": "Error", "startedAt": now(2), "finishedAt": now()}
-        if container["terminationMessagePolicy"] == "FallbackToLogsOnError":
+        if culprit == "probe" or container["terminationMessagePolicy"] == "FallbackToLogsOnError":
             died["message"] = words
         missing = f'Back-off pulling image "{image}": not found'
+        running = {"running": {"startedAt": now(self.started_ago)}}
         states = {
             "nopull": {"waiting": {"reason": "ImagePullBackOff", "message": missing}},
-            "attached": {"running": {"startedAt": now(self.started_ago)}},
+            "attached": running,
             "up": {"running": {"startedAt": now()}},
             "dead": {"terminated": died},
             "waiting": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s"}},
         }
+        is_culprit = container["name"] == culprit
+        state = states[step] if is_culprit else running
+        last = is_culprit and (restarts or step == "waiting")
+        # a probe is ready once it has found a scheduler attached
+        found = step == "attached" or container["name"] == "scx"
         return {
             "name": container["name"],
-            "image": image,
+            "image": container["image"],
             "imageID": "",
-            "restartCount": restarts,
-            "ready": "running" in states[step],
-            "state": states[step],
-            "lastState": {"terminated": died} if restarts or step == "waiting" else {},
+            "restartCount": restarts if is_culprit else 0,
+            "ready": "running" in state and found,
+            "state": state,
+            "lastState": {"terminated": died} if last else {},
         }
+
+
+LAST_WORDS = {
+    "crash": "Failed to load BPF program",
+    "idle": "no scheduler is attached: /sys/kernel/sched_ext/state is 'disabled'",
+}
 
 
 def outdated(spec: dict, wanted: set, old: set, available: set) -> set[str]:
@@ -1624,7 +1686,7 @@ class OperatorProcess(contextlib.AbstractContextManager):
     def stop(self, sent: int = signal.SIGTERM) -> int:
         """Sends a signal and returns the exit code."""
         self.process.send_signal(sent)
-        return self.process.wait(10)
+        return self.process.wait(20)  # a request that hangs would take longer
 
 
 # ---------------------------------------------------------------- fixtures
@@ -1674,6 +1736,7 @@ def start(
     monkeypatch.setattr(sked, "SETTLE_SECONDS", 1.0)
     monkeypatch.setattr(sked, "BLOCKED_SECONDS", 0.5)
     monkeypatch.setattr(sked, "backoff", quick_backoff)
+    monkeypatch.setattr(sked, "METRICS", sked.Metrics())
     kubeconfig = str(cluster.operator_kubeconfig(tmp_path))
     operators: list[sked.Operator] = []
 
@@ -1681,7 +1744,7 @@ def start(
         api = sked.Api(lambda: sked.load_configuration(kubeconfig, None))
         operators.append(sked.Operator(api, namespace))
         threading.Thread(target=operators[-1].run, daemon=True).start()
-        eventually(operators[-1].ready)
+        eventually(operators[-1].is_ready)
         return operators[-1]
 
     yield begin
@@ -1698,9 +1761,10 @@ def finish(operator: sked.Operator) -> None:
 TIMES = {  # of the hasty sked
     "REQUEST_SECONDS": 0.3,
     "WATCH_SECONDS": 1,
-    "LEASE_SECONDS": 3,
-    "RENEW_SECONDS": 0.4,
-    "RENEW_DEADLINE_SECONDS": 2.0,
+    "LEASE_SECONDS": 6,
+    "RENEW_SECONDS": 0.3,
+    "RENEW_REQUEST_SECONDS": 0.6,
+    "RENEW_DEADLINE_SECONDS": 3.0,
 }
 
 
@@ -1738,6 +1802,7 @@ def operate(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
 
     def begin(*flags: str, program: ModuleType = sked) -> tuple[int, int]:
         monkeypatch.setattr(program, "backoff", quick_backoff)
+        monkeypatch.setattr(program, "METRICS", program.Metrics())
         monkeypatch.setattr(program, "GATHER_SECONDS", 0.2)
         monkeypatch.setattr(program, "SETTLE_SECONDS", 0.2)
         if "KUBERNETES_SERVICE_HOST" not in os.environ:
@@ -1862,6 +1927,7 @@ def images(server: ApiServer) -> dict[str, str]:
 
 
 READY = '.status.conditions[?(@.type=="Ready")]'
+STALLED = '.status.conditions[?(@.type=="Stalled")].reason'
 
 
 def condition(cluster: Client, namespace: str, name: str) -> dict:
@@ -1904,7 +1970,7 @@ def ask(
     """Status, body and headers of an answer."""
     url = f"{'https' if tls else 'http'}://127.0.0.1:{port}{path}"
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    with urllib3.PoolManager(cert_reqs="CERT_NONE", retries=False, timeout=10) as pool:
+    with urllib3.PoolManager(cert_reqs="CERT_NONE", retries=False, timeout=60) as pool:
         response = pool.request(method, url, headers=headers)
         return response.status, response.data.decode(), response.headers
 
@@ -1924,6 +1990,12 @@ def given(**spec: Any) -> dict:
 
 
 PLAIN = daemonset("scx-rusty", "tools", "u-1")  # what the Go operator makes of it
+
+
+def passes() -> float:
+    """How often sked has looked at a SchedExt."""
+    samples = sked.METRICS.samples.copy().items()
+    return sum(count for name, count in samples if "reconcile_total" in name)
 
 
 class World:
@@ -1946,11 +2018,10 @@ class World:
         eventually(lambda: not self.written(time.time() - 0.5))
         finish(self.operator)
         since = time.time()
+        self.set("METRICS", sked.Metrics())
         self.operator = self.begin()
-        passes = self.operator.api.metrics.samples
-        name = "controller_runtime_reconcile_total"
         total = len(self.api.list("schedexts"))
-        eventually(lambda: sum(passes[key] for key in list(passes) if key[0] == name) >= total)
+        eventually(lambda: passes() >= total)
         return self.written(since)
 
     def is_idle(self) -> bool:
@@ -1962,6 +2033,15 @@ class World:
         if versions != {obj["metadata"]["resourceVersion"] for obj in there}:
             return False
         return not operator.queue.due and not operator.queue.busy
+
+    def is_settled(self) -> bool:
+        """Whether sked, and every pod, has been up for longer than it takes to settle."""
+        now = time.monotonic()
+        return all(
+            pod.since + 3 * sked.SETTLE_SECONDS < now
+            for pod in self.operator.pods.all()
+            if pod.started
+        )
 
     def written(self, since: float = 0.0) -> list[str]:
         done = [request for request in self.api.writes(since) if request.status < 300]
@@ -2025,7 +2105,6 @@ def world(cluster: Cluster, start: Callable, monkeypatch: pytest.MonkeyPatch) ->
         finish(world.operator)
 
 
-ON_DELETE = {"spec": {"updateStrategy": {"type": "OnDelete"}}}
 SCX = {"name": "scx", "image": RUSTY, "securityContext": {"privileged": True}}
 A = {"pool": "a"}
 B = {"pool": "b"}
@@ -2174,7 +2253,11 @@ def test_a_proxy_is_asked_for_an_absolute_url(home: Path, monkeypatch: pytest.Mo
 def metrics_in(text: str) -> dict[str, float]:
     """The samples, by name and labels as they stand; fails where Prometheus would."""
     samples: dict[str, float] = {}
+    assert text.count("# HELP") == text.count("# TYPE")
     for line in text.splitlines():
+        if line.startswith("# HELP"):
+            assert re.fullmatch(r"# HELP [a-z_]+ [A-Z0-9].+\.", line)
+            continue
         if line.startswith("#"):
             family = re.fullmatch(r"# TYPE ([a-z_]+) (counter|gauge|histogram)", line)[1]
             continue
@@ -2389,7 +2472,7 @@ def test_a_key_waits_once_and_until_the_earliest_time_asked_for(mocker: Any) -> 
     assert (work.get(0), work.depth()) == (None, 0)
     clock.monotonic.return_value = 107.5
     assert (work.depth(), work.get(0), work.depth()) == (1, ONE, 0)
-    work.done(ONE)
+    work.succeeded(ONE, math.inf)
     clock.monotonic.return_value = 200.0
     assert work.get(0) is None
 
@@ -2400,7 +2483,7 @@ def test_a_key_never_goes_to_two_workers_and_comes_again_if_it_was_added_meanwhi
     assert work.get(1) == ONE
     work.add(ONE)
     assert work.get(0.05) is None
-    work.done(ONE)
+    work.succeeded(ONE, 60)
     assert work.get(1) == ONE
 
 
@@ -2416,7 +2499,7 @@ def test_a_key_that_fails_waits_longer_each_time_and_starts_afresh_after_a_succe
         operator.queue.busy.add(ONE)
         operator.process(ONE)
     waits = [call.args[1] for call in add.call_args_list]
-    assert waits == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 1]
+    assert waits == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, math.inf, 1]
 
 
 # ---------------------------------------------------------------- reconcile: create or patch
@@ -2434,7 +2517,7 @@ def test_what_is_created_edited_and_deleted_the_daemonset_follows(world: World) 
     world.api.delete("daemonsets", world.ns, "x")
     eventually(world.made)
     world.remove()
-    eventually(lambda: not world.made(), 30)
+    eventually(lambda: not world.made())
 
 
 def test_each_drift_is_undone_at_once_and_what_is_not_skeds_stays(
@@ -2498,8 +2581,10 @@ def test_a_daemonset_that_is_not_ours_is_never_touched(
     world.add(sched=LAVD)
     assert "kubectl delete daemonset" in world.expect("NameTaken")["message"]
     assert world.made() == theirs
+    assert dig(server.get("schedexts", world.ns, "x"), STALLED) == "NameTaken"
     server.delete("daemonsets", world.ns, "x")
     eventually(lambda: world.image() == LAVD)
+    eventually(lambda: not dig(server.get("schedexts", world.ns, "x"), STALLED))
 
 
 def test_an_orphan_of_ours_is_adopted_with_its_pods(world: World) -> None:
@@ -2548,6 +2633,17 @@ def test_a_schedext_that_is_being_deleted_is_left_alone(world: World, server: Ap
     world.add("y")
     world.expect("RollingOut", "y")  # is written a moment after what it was to do for x was due
     assert not world.made()
+
+
+def refuse_pods(image: str) -> Callable:
+    """A webhook that refuses pods whose image has this in its name."""
+
+    def webhook(request: Request, obj: dict) -> dict:
+        if request.what == "pods" and image in str(obj["spec"]["containers"]):
+            raise request.kind.forbidden("x", "violates PodSecurity")
+        return obj
+
+    return webhook
 
 
 def refuse(request: Request, obj: dict) -> dict:
@@ -2612,6 +2708,17 @@ def test_restarted_on_finished_work_it_writes_nothing(
     assert world.written(since) == []
 
 
+def test_a_new_schedext_takes_two_writes_that_the_server_decodes_once(
+    world: World, server: ApiServer
+) -> None:
+    world.start()
+    world.add()
+    world.expect("RollingOut")
+    eventually(world.is_idle)
+    assert world.written() == ["create daemonsets", "patch schedexts/status"]
+    assert {r.query.get("fieldValidation") for r in server.writes()} == {"Ignore"}
+
+
 def test_one_namespace_only(world: World, server: ApiServer, ns: str) -> None:
     world.add("out")
     server.create(schedext("in", namespace=ns))
@@ -2650,7 +2757,7 @@ GARBAGE = (
     "text",
     {},
     {"sched": RUSTY, "nodeSelector": ["a"]},
-    {"sched": RUSTY, "minReadySeconds": "soon"},
+    {"sched": RUSTY, "tolerations": "all"},
     {"sched": RUSTY, "hostPaths": 5},
 )
 
@@ -2664,6 +2771,8 @@ def test_what_slips_through_a_lax_schema_stops_nobody_else(
     world.start()
     world.add()
     world.expect("RollingOut")
+    if "tolerations" not in (spec or {}):  # which only a real server refuses
+        world.expect("Rejected", "bad")
     world.edit(sched=LAVD)
     eventually(lambda: world.image() == LAVD)
 
@@ -2733,7 +2842,7 @@ def test_a_fight_is_told_gets_slower_and_is_won_when_the_other_stops(
     pauses = [later - earlier for earlier, later in itertools.pairwise(patches())]
     assert all(pause > 0.04 * n for n, pause in enumerate(pauses, 1))
     assert "keeps changing" in "".join(c["message"] for c in history(server, world.ns, "x"))
-    assert caplog.text.count("keeps changing spec.template.spec.containers.image") == 1
+    assert caplog.text.count("keeps changing spec.template.spec.containers.scx.image") == 1
     eventually(lambda: world.image() == RUSTY)
     eventually(lambda: "changing" not in condition(server, world.ns, "x")["message"])
 
@@ -2773,7 +2882,7 @@ def test_with_the_crd_go_all_schedexts_and_what_comes_back_is_worked_on(
     eventually(lambda: not world.made())
     since = time.time()
     server.start_listening()
-    eventually(lambda: "knows no schedexts" in caplog.text and not world.operator.schedexts.items)
+    eventually(lambda: "has no schedexts" in caplog.text and not world.operator.schedexts.items)
     crd = next(obj for obj in manifests() if obj["kind"] == "CustomResourceDefinition")
     server.create(crd)
     world.add("new")
@@ -2845,6 +2954,7 @@ FIELDS = yaml.safe_load("""
 - {spec: {minReadySeconds: 35}, daemonset: {minReadySeconds: 35}}
 """)
 ALL_FIELDS = {field: value for row in FIELDS for field, value in row["spec"].items()}
+ALL_FIELDS["probeImage"] = "busybox:stable"
 
 
 def pod_spec(built: dict) -> dict:
@@ -2864,6 +2974,95 @@ def test_each_optional_field_arrives_where_it_belongs_and_nothing_else_changes(r
     assert sked.build_daemonset(given(**row["spec"])) == expected
 
 
+def test_a_probe_image_adds_an_unprivileged_container_that_is_ready_once_the_kernel_says_so() -> (
+    None
+):
+    expected = """
+        name: probe
+        image: busybox:stable
+        startupProbe:
+          exec: {command: [grep, -qx, enabled, /sys/kernel/sched_ext/state]}
+          periodSeconds: 2
+          timeoutSeconds: 5
+          successThreshold: 1
+          failureThreshold: 15
+        securityContext:
+          runAsNonRoot: true
+          runAsUser: 65534
+          readOnlyRootFilesystem: true
+          allowPrivilegeEscalation: false
+          capabilities: {drop: [ALL]}
+        """
+    built = sked.build_daemonset(given(probeImage="busybox:stable"))
+    scx, probe = pod_spec(built)["containers"]
+    assert probe.pop("command")[:2] == ["sh", "-c"]
+    assert probe == yaml.safe_load(expected)
+    pod_spec(built)["containers"] = [scx]
+    assert built == PLAIN
+
+
+class Probe(contextlib.AbstractContextManager):
+    """The probe's own script in a real shell, on a file that plays the kernel's."""
+
+    def __init__(self, folder: Path, shell: str, pause: str) -> None:
+        self.state = folder / "state"
+        self.said = folder / "said"
+        self.said.touch()
+        script = sked.PROBE_CONTAINER["command"][2]
+        script = script.replace("/sys/kernel/sched_ext/state", str(self.state))
+        script = script.replace("/dev/termination-log", str(self.said))
+        script = re.sub(r"sleep \d", f"sleep {pause}", script)
+        self.process = subprocess.Popen([*shell.split(), "-c", script])
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def pauses(self, seen: int = 1) -> None:
+        """Waits until it has begun so many pauses: each is a new child."""
+        pid = self.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children")
+        begun: set[str] = set()
+        eventually(lambda: begun.update(children.read_text().split()) or len(begun) >= seen)
+
+    def ends(self) -> tuple[int, str]:
+        """Exit code and last words."""
+        return self.process.wait(60), self.said.read_text()
+
+
+SHELLS = [shell for shell in ("sh", "busybox sh") if shutil.which(shell.split()[0])]
+NOTHING = "no scheduler is attached: {} is '{}'\n"
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("state, code", [("enabled", 0), ("disabled", 1), (None, 1)])
+def test_sigterm_ends_the_probe_at_once_whatever_the_kernel_says(
+    tmp_path: Path, shell: str, state: str | None, code: int
+) -> None:
+    if state:
+        (tmp_path / "state").write_text(f"{state}\n")
+    with Probe(tmp_path, shell, pause="1000") as probe:
+        probe.pauses()
+        probe.process.terminate()
+        words = NOTHING.format(probe.state, state or "not there") if code else ""
+        assert probe.ends() == (code, words)
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_the_probe_waits_for_a_scheduler_bears_a_moment_without_and_ends_if_it_is_gone(
+    tmp_path: Path, shell: str
+) -> None:
+    with Probe(tmp_path, shell, pause="0.3") as probe:
+        probe.pauses(6)  # not there yet
+        for moment in ("enabled", "disabled", "enabled"):
+            probe.state.write_text(f"{moment}\n")
+            probe.pauses(2)
+        probe.pauses(6)
+        assert probe.process.poll() is None
+        probe.state.write_text("disabled\n")
+        assert probe.ends() == (1, NOTHING.format(probe.state, "disabled"))
+
+
 def test_building_leaves_the_schedext_as_it_is() -> None:
     obj = given(**copy(ALL_FIELDS))
     sked.build_daemonset(obj, [obj])
@@ -2875,10 +3074,21 @@ def test_a_manifest_that_was_never_applied_has_no_owner_and_no_namespace() -> No
     assert built["metadata"] == {"name": "x", "labels": {"managed-by": "sked-controller"}}
 
 
-@pytest.mark.parametrize("spec", [None, {}, {"sched": 5}, {"sched": " "}])
-def test_a_spec_that_makes_no_daemonset_is_refused_in_a_sentence(spec: Any) -> None:
-    with pytest.raises(ValueError, match="spec.sched is missing: it names the image"):
-        sked.build_daemonset({"metadata": {"name": "x"}, "spec": spec})
+NO_DAEMONSET = {
+    "spec.sched is missing: it names the image of a scheduler": [None, "text", {}, {"sched": ""}],
+    "spec.sched must be the image of a scheduler": [{"sched": 5}],
+    "spec.nodeSelector must be a map of labels": [{"sched": "x", "nodeSelector": ["a"]}],
+    "spec.hostPaths must be a list of paths": [{"sched": "x", "hostPaths": 3}],
+    "spec.probeImage must be an image with sh and grep": [{"sched": "x", "probeImage": 3}],
+}
+
+
+@pytest.mark.parametrize("words, specs", NO_DAEMONSET.items())
+def test_a_spec_that_makes_no_daemonset_is_refused_in_a_sentence(words: str, specs: list) -> None:
+    for spec in specs:
+        with pytest.raises(sked.InvalidSpec) as refused:
+            sked.build_daemonset({"metadata": {"name": "x"}, "spec": spec})
+        assert str(refused.value) == words
 
 
 # ---------------------------------------------------------------- node_affinity
@@ -2966,7 +3176,7 @@ def test_a_hundred_terms_are_the_limit() -> None:
         terms("", pools(6, 17))
 
 
-# ---------------------------------------------------------------- create or patch
+# ---------------------------------------------------------------- what differs
 
 # What a Kubernetes 1.36 made of a plain SchedExt's DaemonSet.
 STORED = yaml.safe_load("""
@@ -3025,9 +3235,15 @@ def stored(**spec: Any) -> dict:
     return obj
 
 
+def wanted(*selectors: str, **spec: Any) -> dict:
+    """What sked wants of the DaemonSet of a SchedExt that yields to these selectors."""
+    others = [sked.selector_of(for_nodes(labels)) for labels in selectors]
+    return sked.owned_fields(given(**spec), others)
+
+
 def patched(have: dict, want: dict) -> dict:
     """A DaemonSet after the patch that sked sends, without what is empty."""
-    obj = merge(have, sked.daemonset_patch(have, want))
+    obj = merge(have, sked.daemonset_patch(want, have))
     default_daemonset(obj)
     return omit_empty(obj)
 
@@ -3044,7 +3260,7 @@ def changed(path: str, value: Any) -> dict:
 
 
 def test_what_a_real_server_fills_in_is_no_difference() -> None:
-    assert sked.differences(PLAIN, STORED) == []
+    assert sked.differences(wanted(), STORED) == []
 
 
 @pytest.mark.parametrize(
@@ -3062,62 +3278,91 @@ def test_what_a_real_server_fills_in_is_no_difference() -> None:
     + [pytest.param(ALL_FIELDS, id="all fields")],
 )
 def test_what_the_server_fills_in_beside_a_field_is_no_difference(spec: dict) -> None:
-    assert sked.differences(sked.build_daemonset(given(**spec)), stored(**spec)) == []
+    assert sked.differences(wanted(**spec), stored(**spec)) == []
 
 
 @pytest.mark.parametrize(
     "path, value, named",
     table("""
-    label: [metadata.labels, {team: x}, metadata.labels]
-    owner: [metadata.ownerReferences, [], metadata.ownerReferences]
-    strategy: [spec.updateStrategy, {type: OnDelete}, spec.updateStrategy.type]
-    pace:
-    - spec.updateStrategy.rollingUpdate
-    - {maxSurge: 1}
-    - spec.updateStrategy.rollingUpdate.maxSurge
+    label: [metadata.labels, {team: x}, metadata.labels.managed-by]
+    strategy: [spec.updateStrategy, {type: OnDelete}, spec.updateStrategy]
+    pace: [spec.updateStrategy.rollingUpdate, {maxSurge: 1}, spec.updateStrategy]
     minReadySeconds: [spec.minReadySeconds, 5, spec.minReadySeconds]
-    template label: [spec.template.metadata.labels.x, "y", spec.template.metadata.labels]
+    template label:
+    - spec.template.metadata.labels.name
+    - other
+    - spec.template.metadata.labels.name
     nodeSelector: [spec.template.spec.nodeSelector, {a: ""}, spec.template.spec.nodeSelector]
     hostPID: [spec.template.spec.hostPID, true, spec.template.spec.hostPID]
-    user namespace: [spec.template.spec.hostUsers, false, spec.template.spec.hostUsers]
-    a default: [spec.template.spec.restartPolicy, Never, spec.template.spec.restartPolicy]
-    no container: [spec.template.spec.containers, [], spec.template.spec.containers]
-    image: [spec.template.spec.containers.0.image, scx, spec.template.spec.containers.image]
-    command: [spec.template.spec.containers.0.command, [sh], spec.template.spec.containers.command]
+    image: [spec.template.spec.containers.0.image, scx, spec.template.spec.containers.scx.image]
+    command:
+    - spec.template.spec.containers.0.command
+    - [sh]
+    - spec.template.spec.containers.scx.command
     limit:
     - spec.template.spec.containers.0.resources
     - {limits: {cpu: 500m}}
-    - spec.template.spec.containers.resources.limits.cpu
+    - spec.template.spec.containers.scx.resources
     privileges:
     - spec.template.spec.containers.0.securityContext.privileged
     - false
-    - spec.template.spec.containers.securityContext.privileged
+    - spec.template.spec.containers.scx.securityContext
     pull policy:
     - spec.template.spec.containers.0.imagePullPolicy
     - Never
-    - spec.template.spec.containers.imagePullPolicy
-    sidecar:
-    - spec.template.spec.containers
-    - [{name: scx, image: ghcr.io/schedkit/scx_rusty:latest}, {name: spy, image: spy}]
-    - spec.template.spec.containers
+    - spec.template.spec.containers.scx.imagePullPolicy
+    mount:
+    - spec.template.spec.containers.0.volumeMounts
+    - [{name: x, mountPath: /x}]
+    - spec.template.spec.containers.scx.volumeMounts
     """),
 )
 def test_drift_is_named_and_undone_by_the_patch(path: str, value: Any, named: str) -> None:
     have = changed(path, value)
-    assert sked.differences(PLAIN, have) == [named]
-    after = patched(have, PLAIN)
+    fields = sked.differences(wanted(), have)
+    assert [field for field in fields if field != "spec.selector"] == [named]
+    after = patched(have, wanted())
     assert after["spec"] == omit_empty(STORED["spec"])
     assert after["metadata"]["labels"]["managed-by"] == "sked-controller"
 
 
-def test_annotations_and_other_peoples_labels_stay() -> None:
-    theirs = """
-        metadata: {labels: {team: x}, annotations: {a: b}}
-        spec: {template: {metadata: {annotations: {kubectl.kubernetes.io/restartedAt: now}}}}
-        """
-    have = merge(STORED, yaml.safe_load(theirs))
-    assert sked.differences(PLAIN, have) == []
-    assert patched(merge(have, {"spec": {"minReadySeconds": 5}}), PLAIN) == omit_empty(have)
+def test_an_added_container_is_drift_and_so_is_a_missing_one() -> None:
+    path = "spec.template.spec.containers"
+    spy = {"name": "spy", "image": "spy"}
+    for containers in ([*pod_spec(STORED)["containers"], spy], [spy]):
+        have = changed(path, containers)
+        assert path in sked.differences(wanted(), have)
+        assert pod_spec(patched(have, wanted())) == pod_spec(omit_empty(STORED))
+
+
+# What admission, people and the next Kubernetes release may add: none of it is sked's.
+FOREIGN = """
+metadata: {labels: {team: x}, annotations: {a: b}}
+spec:
+  revisionHistoryLimit: 3
+  template:
+    metadata:
+      labels: {team: x}
+      annotations: {kubectl.kubernetes.io/restartedAt: now}
+    spec:
+      dnsConfig: {options: [{name: ndots, value: "1"}]}
+      securityContext: {fsGroup: 5}
+      initContainers: [{name: setup, image: setup}]
+      runtimeClassName: kata
+      terminationGracePeriodSeconds: 5
+      aFieldOfTheFuture: {a: 1}
+"""
+FOREIGN_CONTAINER = {"aFieldOfTheFuture": True, "livenessProbe": {"exec": {"command": ["true"]}}}
+
+
+def test_what_others_set_is_neither_compared_nor_touched() -> None:
+    have = merge(STORED, yaml.safe_load(FOREIGN))
+    pod_spec(have)["containers"] = [pod_spec(STORED)["containers"][0] | FOREIGN_CONTAINER]
+    assert sked.differences(wanted(), have) == []
+    edited = patched(have, wanted(sched="scx:v2", args=["-v"]))
+    container = pod_spec(have)["containers"][0]
+    container |= {"image": "scx:v2", "imagePullPolicy": "IfNotPresent", "args": ["-v"]}
+    assert edited == omit_empty(have)
 
 
 @pytest.mark.parametrize(
@@ -3131,8 +3376,7 @@ def test_annotations_and_other_peoples_labels_stay() -> None:
     """),
 )
 def test_what_the_user_takes_away_disappears_from_the_daemonset(before: dict, after: dict) -> None:
-    want = sked.build_daemonset(given(**after))
-    assert patched(stored(**before), want) == omit_empty(stored(**after))
+    assert patched(stored(**before), wanted(**after)) == omit_empty(stored(**after))
 
 
 @pytest.mark.parametrize(
@@ -3144,9 +3388,11 @@ def test_an_owner_is_put_back_beside_others_and_only_on_what_was_seen(
     (ours,) = STORED["metadata"]["ownerReferences"]
     other = {"apiVersion": "v1", "kind": "ConfigMap", "name": "x", "uid": "c-1"}
     have = changed("metadata.ownerReferences", [ours | {"controller": controller}, other])
-    patch = sked.daemonset_patch(have, PLAIN)["metadata"]
-    assert patch.pop("ownerReferences", None) == ([other, ours] if version else None)
-    assert patch == {"uid": "d-1", "labels": {"managed-by": "sked-controller"}, **version}
+    assert (sked.differences(wanted(), have) == []) is controller
+    patch = sked.daemonset_patch(wanted(), have)["metadata"]
+    assert patch.get("ownerReferences") == ([other, ours] if version else None)
+    assert {"resourceVersion": patch.get("resourceVersion")} == {"resourceVersion": None} | version
+    assert patch["uid"] == "d-1"
 
 
 @pytest.mark.parametrize(
@@ -3161,7 +3407,7 @@ def test_an_owner_is_put_back_beside_others_and_only_on_what_was_seen(
     """),
 )
 def test_the_default_pull_policy_is_the_api_servers(image: str, policy: str) -> None:
-    assert sked.default_pull_policy(image) == policy
+    assert sked.with_pull_policy({"image": image})["imagePullPolicy"] == policy
 
 
 @pytest.mark.parametrize(
@@ -3176,119 +3422,209 @@ def test_the_default_pull_policy_is_the_api_servers(image: str, policy: str) -> 
     """),
 )
 def test_an_amount_is_the_same_however_it_is_written(want: Any, have: str, same: bool) -> None:
-    built = sked.build_daemonset(given(resources={"limits": {"cpu": want}}))
+    built = wanted(resources={"limits": {"cpu": want}})
     found = changed("spec.template.spec.containers.0.resources", {"limits": {"cpu": have}})
     assert (sked.differences(built, found) == []) is same
+    other = wanted(resources={"limits": {"cpu": have}})
+    assert (sked.fingerprint(built, found) == sked.fingerprint(other, found)) is same
 
 
-# ---------------------------------------------------------------- pods and parking
+# ---------------------------------------------------------------- placement: parking
 
-# Before 1000 on the clock: what came up then has settled.
+ON_DELETE = {"spec": {"updateStrategy": {"type": "OnDelete"}}}
+PARKED = "sked.schedkit.io/parked"
+
+
+def pods_of(kinds: list[str]) -> list[sked.Pod]:
+    """Pods of these kinds, on the nodes n1, n2 and so on."""
+    pods = []
+    for n, kind in enumerate(kinds, 1):
+        pod = sked.Pod(kubelet_pod({}), None)
+        vars(pod).update({"node": f"n{n}", "name": f"p{n}"} | KINDS[kind])
+        pods.append(pod)
+    return pods
+
+
+def parked(selector: str, **spec: Any) -> dict:
+    """A DaemonSet that sked has parked when a SchedExt with this selector came."""
+    target = sked.park(wanted(selector, **spec), stored(**spec), pods_of(["settled"]))
+    obj = merge(stored(**spec), sked.without_unset(target)) | {"status": STORED["status"]}
+    default_daemonset(obj)
+    assert obj["metadata"]["annotations"][PARKED]
+    return obj
+
+
+def is_parked(target: dict) -> bool:
+    """Whether that is what sked wants; half of it is never wanted."""
+    is_marked = bool(target["metadata"]["annotations"][PARKED])
+    strategy = target["spec"]["updateStrategy"] or {}
+    assert is_marked == (strategy.get("type") == "OnDelete")
+    return is_marked
+
+
+@pytest.mark.parametrize(
+    "spec, changes, pods, parks",
+    table("""
+    all pods run it: [{}, {}, [settled, settled], true]
+    wherever it should run: [{nodeSelector: {a: b}}, {}, [settled, settled], true]
+    at another pace, too: [{minReadySeconds: 35}, {}, [settled], true]
+    a pod on a lost node is on its way out: [{}, {}, [settled, leaving and older], true]
+    a node is lost: [{}, {status: {desiredNumberScheduled: 3}}, [settled, settled], true]
+    the status still counts a lost node:
+    - {}
+    - {status: {currentNumberScheduled: 3}}
+    - [of the current template, settled, leaving and older]
+    - true
+    all pods are old, and one that is not is on its way out:
+    - {}
+    - {status: {updatedNumberScheduled: 1}}
+    - [older, older, leaving]
+    - false
+    the image is new, too: [{sched: scx}, {}, [settled, settled], false]
+    the amounts are new, too: [{resources: {limits: {cpu: 1}}}, {}, [settled, settled], false]
+    there is no pod: [{}, {}, [], false]
+    a roll-out has just begun: [{sched: scx}, {metadata: {generation: 2}}, [settled], false]
+    the status says that one is old: [{}, {status: {updatedNumberScheduled: 1}}, [settled], false]
+    the pods say that one is old: [{}, {}, [settled, older], false]
+    """),
+)
+def test_only_the_nodes_that_change_hands_are_touched_if_all_pods_run_what_is_wanted(
+    spec: dict, changes: dict, pods: list[str], parks: bool
+) -> None:
+    have = merge(STORED, changes)
+    assert is_parked(sked.park(wanted("pool=latency", **spec), have, pods_of(pods))) is parks
+
+
+@pytest.mark.parametrize(
+    "spec, selectors, changes, stays",
+    table("""
+    nothing is new: [{}, [pool=latency], {}, true]
+    another pool: [{}, [pool=batch], {}, true]
+    no pool any more: [{}, [], {}, true]
+    its own nodes: [{nodeSelector: {a: b}}, [pool=latency], {}, true]
+    off everywhere: [{suspend: true}, [pool=latency], {}, true]
+    no node answers: [{}, [pool=latency], {status: {currentNumberScheduled: 0}}, true]
+    another pace: [{minReadySeconds: 35}, [pool=latency], {}, true]
+    an amount in another spelling: [{resources: {limits: {cpu: "1"}}}, [], {}, true]
+    the pull policy spelled out: [{imagePullPolicy: Always}, [], {}, true]
+    another image: [{sched: scx}, [pool=latency], {}, false]
+    a probe: [{probeImage: busybox}, [pool=latency], {}, false]
+    another toleration: [{tolerations: [{operator: Exists}]}, [], {}, false]
+    drift of the template:
+    - {}
+    - [pool=latency]
+    - {spec: {template: {spec: {tolerations: [{operator: Exists}]}}}}
+    - true
+    drift of the strategy:
+    - {}
+    - [pool=latency]
+    - {spec: {updateStrategy: {type: RollingUpdate}}}
+    - true
+    rollout restart:
+    - {}
+    - [pool=latency]
+    - spec: {template: {metadata: {annotations: {kubectl.kubernetes.io/restartedAt: now}}}}
+    - false
+    """),
+)
+def test_a_parked_daemonset_stays_parked_until_its_pods_should_run_something_else(
+    spec: dict, selectors: list[str], changes: dict, stays: bool
+) -> None:
+    resources = {"resources": {"limits": {"cpu": 1}}} if "resources" in spec else {}
+    have = merge(parked("pool=latency", **resources), changes)
+    assert is_parked(sked.park(wanted(*selectors, **spec), have, [])) is stays
+
+
+def test_a_parked_daemonset_has_nothing_to_patch() -> None:
+    have = parked("pool=latency")
+    assert sked.differences(sked.park(wanted("pool=latency"), have, []), have) == []
+
+
+def test_a_fingerprint_is_the_same_in_every_process() -> None:
+    assert sked.fingerprint(wanted(), STORED) == sked.fingerprint(wanted("pool=x"), STORED)
+    command = "import sys, json, sked; print(sked.fingerprint(*json.load(sys.stdin)))"
+    text = json.dumps([wanted(), STORED])
+    process = subprocess.run(
+        [sys.executable, "-c", command], cwd=HERE, input=text, capture_output=True, text=True
+    )
+    assert process.stdout.strip() == sked.fingerprint(wanted(), STORED)
+
+
+def test_on_delete_that_nobody_asked_for_is_drift() -> None:
+    assert sked.park(wanted(), merge(STORED, ON_DELETE), pods_of(["settled"])) == wanted()
+
+
+def test_a_pool_waits_until_the_controller_has_seen_the_last_change_of_the_daemonset() -> None:
+    have = merge(STORED, {"metadata": {"generation": 2}})
+    with pytest.raises(sked.Blocked, match="waiting for the DaemonSet controller"):
+        sked.park(wanted("pool=latency"), have, pods_of(["settled"]))
+
+
+@pytest.mark.parametrize(
+    "selectors, version",
+    [((), "7"), (("pool=latency",), None)],
+    ids=["unparks", "stays"],
+)
+def test_a_patch_that_parks_or_unparks_is_for_what_was_seen_only(
+    selectors: tuple, version: str | None
+) -> None:
+    unparks = merge(parked("pool=latency"), {"metadata": {"annotations": {PARKED: "older"}}})
+    have = parked("pool=latency") if version is None else unparks
+    patch = sked.daemonset_patch(sked.park(wanted(*selectors), have, []), have)
+    assert patch["metadata"].get("resourceVersion") == version
+    target = sked.park(wanted("pool=latency"), STORED, pods_of(["settled"]))
+    assert sked.daemonset_patch(target, STORED)["metadata"]["resourceVersion"] == "7"
+
+
+# ---------------------------------------------------------------- pods
+
+# At 1000 on the clock. A pod has to stay up for 10 s.
 KINDS = yaml.safe_load("""
-settled: {since: 999}
-young: {since: 1001}
-starting: {since: .inf, started: null}
+settled: {since: 989}
+of the current template: {since: 989, template: "1"}
+young: {since: 991}
+starting: {since: .inf}
 crashing: {since: .inf, reason: CrashLoopBackOff, message: exit code 1}
-recovered: {since: 999, reason: CrashLoopBackOff, message: exit code 1}
-of an older template: {since: 999, revision: "0"}
-of another image: {since: 999, revision: "0", runs: 0}
-of a mirror: {since: 999, runs: 0}
+recovered: {since: 989, reason: CrashLoopBackOff, message: exit code 1}
+older: {since: 989, revision: r0}
+leaving: {since: 989, leaving: true}
+leaving and older: {since: 989, leaving: true, revision: r0}
 """)
 # As a kubelet reports it; somebody injected a sidecar.
 KUBELET_POD = yaml.safe_load("""
 metadata:
   name: p
   namespace: tools
-  labels: {pod-template-generation: "1"}
-  ownerReferences: [{kind: DaemonSet, name: scx-rusty, controller: true}]
+  labels: {controller-revision-hash: r1}
+  ownerReferences: [{kind: DaemonSet, name: scx-rusty, uid: d-1, controller: true}]
 spec:
   nodeName: n1
   containers: [{name: spy, image: spy}, {name: scx, image: "ghcr.io/schedkit/scx_rusty:latest"}]
-status:
-  conditions: [{type: Ready, status: "True"}]
 """)
 
 
-def kubelet_pod(container: dict, **status: Any) -> dict:
-    """A pod whose scheduler's container is in this state."""
+def kubelet_pod(scx: dict, probe: dict | None = None, **status: Any) -> dict:
+    """A pod whose scheduler's container, and probe if there is one, are in these states."""
     spy = {"name": "spy", "restartCount": 5, "state": {"waiting": {"reason": "ErrImagePull"}}}
-    status["containerStatuses"] = [spy, {"name": "scx", "restartCount": 0, **container}]
-    return merge(KUBELET_POD, {"status": status})
-
-
-def pods_of(kinds: list[str]) -> list[sked.Pod]:
-    """Pods of these kinds, on the nodes n1, n2 and so on."""
-    up = {"state": {"running": {"startedAt": now()}}}
-    pod = sked.keep_pod(kubelet_pod(up), None)
-    return [
-        pod._replace(node=f"n{n}", name=f"p{n}", **KINDS[kind]) for n, kind in enumerate(kinds, 1)
+    statuses = {"spy": spy, "scx": scx, "probe": probe}
+    blank = {"restartCount": 0, "state": {}, "lastState": {}}
+    status["containerStatuses"] = [
+        {"name": name} | blank | state for name, state in statuses.items() if state is not None
     ]
+    obj = copy(merge(KUBELET_POD, {"status": status}))
+    if probe is not None:
+        obj["spec"]["containers"] += [{"name": "probe", "image": "busybox:stable"}]
+    return obj
 
 
-@pytest.mark.parametrize(
-    "spec, pool, changes, pods, parked",
-    table("""
-    a pool is new: [{}, "", {}, [settled, settled], true]
-    a pool and an image are new: [{sched: scx}, "", {}, [settled, settled], false]
-    no pods yet: [{}, "", {}, [], false]
-    a roll-out has just begun: [{sched: scx}, "", {metadata: {generation: 2}}, [settled], false]
-    a roll-out is under way:
-    - {}
-    - ""
-    - {status: {updatedNumberScheduled: 1}}
-    - [settled, of another image]
-    - false
-    a restart is under way:
-    - {}
-    - pool=latency
-    - {status: {updatedNumberScheduled: null}}
-    - [of an older template, of an older template]
-    - false
-    parked:
-    - {}
-    - pool=latency
-    - {spec: {updateStrategy: {type: OnDelete}}, status: {updatedNumberScheduled: null}}
-    - [of an older template, of an older template]
-    - true
-    parked for another pool:
-    - {}
-    - pool=batch
-    - {spec: {updateStrategy: {type: OnDelete}}, status: {updatedNumberScheduled: null}}
-    - [of an older template, of an older template]
-    - true
-    all pods are new again:
-    - {}
-    - pool=latency
-    - {spec: {updateStrategy: {type: OnDelete}}}
-    - [settled, settled]
-    - false
-    OnDelete by hand in a roll-out:
-    - {}
-    - pool=latency
-    - {spec: {updateStrategy: {type: OnDelete}}, status: {updatedNumberScheduled: 1}}
-    - [settled, of another image]
-    - false
-    """),
-)
-def test_a_daemonset_is_parked_where_its_pods_differ_in_the_affinity_only(
-    spec: dict, pool: str, changes: dict, pods: list[str], parked: bool
-) -> None:
-    want = sked.build_daemonset(given(**spec), [for_nodes("pool=latency")])
-    have = copy(merge(STORED, changes))
-    pod_spec(have).update(pod_spec(sked.build_daemonset(given(), [for_nodes(pool)])))
-    default_daemonset(have)
-    on_delete = merge(want, {"spec": {"updateStrategy": {"type": "OnDelete"}}})
-    assert sked.park(want, have, pods_of(pods)) == (on_delete if parked else want)
+def running_for(seconds: float, ready: bool = True) -> dict:
+    return {"ready": ready, "state": {"running": {"startedAt": now(seconds)}}}
 
 
-def test_a_pool_waits_until_the_controller_has_seen_the_last_change_of_the_daemonset() -> None:
-    want = sked.build_daemonset(given(), [for_nodes("pool=latency")])
-    have = merge(STORED, {"metadata": {"generation": 2}})
-    with pytest.raises(sked.Blocked, match="waiting for the DaemonSet controller"):
-        sked.park(want, have, pods_of(["settled"]))
-
-
-# ---------------------------------------------------------------- build_status
+def ended(seconds: float, code: int = 1, **more: Any) -> dict:
+    """A container that ended so many seconds ago and is to start again."""
+    died = {"exitCode": code, "reason": "Error", "finishedAt": now(seconds), **more}
+    return {"ready": False, "restartCount": 1, "state": {"terminated": died}}
 
 
 @pytest.mark.parametrize(
@@ -3371,20 +3707,73 @@ def test_a_pool_waits_until_the_controller_has_seen_the_last_change_of_the_daemo
 def test_of_a_pod_its_problem_is_kept(
     container: dict, status: dict, reason: str, words: str
 ) -> None:
-    pod = sked.keep_pod(kubelet_pod(container, **status), None)
+    pod = sked.Pod(kubelet_pod(container, **status), None)
     assert (pod.owner, pod.node) == (("tools", "scx-rusty"), "n1")
     assert (pod.reason, pod.message) == (reason, words)
 
 
 def test_of_many_last_words_the_very_last_are_kept() -> None:
     died = {"exitCode": 1, "message": "noise " * 500 + "the end"}
-    message = sked.keep_pod(kubelet_pod({"state": {"terminated": died}}), None).message
+    message = sked.Pod(kubelet_pod({"state": {"terminated": died}}), None).message
     assert "the end; see" in message
     assert len(message) < 400
 
 
+DISABLED = "no scheduler is attached: /sys/kernel/sched_ext/state is 'disabled'"
+NO_SHELL = 'exec: "sh": executable file not found in $PATH'
+PROBED = {  # the scheduler's container, the probe's, and what is told
+    "both are starting": (running_for(5), running_for(5, ready=False), "", ""),
+    "nothing is attached": (
+        running_for(60),
+        ended(1, message=f"{DISABLED}\n"),
+        "NotAttached",
+        f"{DISABLED}; see 'kubectl logs -n tools p'",
+    ),
+    "nothing is attached, an hour after a crash": (
+        running_for(3600) | {"restartCount": 1},
+        ended(1, message=DISABLED),
+        "NotAttached",
+        f"{DISABLED}; see 'kubectl logs -n tools p'",
+    ),
+    "the scheduler crashes": (
+        ended(2),
+        ended(1, message=DISABLED),
+        "CrashLoopBackOff",
+        "exit code 1, 1 restart; see 'kubectl logs -n tools p --previous'",
+    ),
+    "the scheduler crashes and is up for a moment": (
+        running_for(2) | {"restartCount": 7, "lastState": ended(9)["state"]},
+        ended(1, message=DISABLED),
+        "CrashLoopBackOff",
+        "exit code 1, 7 restarts; see 'kubectl logs -n tools p --previous'",
+    ),
+    "the probe cannot be pulled": (
+        running_for(60),
+        {"state": {"waiting": {"reason": "ErrImagePull", "message": "not found"}}},
+        "ErrImagePull",
+        "the probe does not run: not found; spec.probeImage needs sh and grep",
+    ),
+    "the probe has no shell": (
+        running_for(60),
+        ended(1, 128, reason="StartError", message=NO_SHELL),
+        "CrashLoopBackOff",
+        f"the probe does not run: exit code 128 (StartError), 1 restart: {NO_SHELL}; "
+        "spec.probeImage needs sh and grep",
+    ),
+}
+
+
+@pytest.mark.parametrize("scx, probe, reason, words", PROBED.values(), ids=PROBED)
+def test_a_probe_tells_that_nothing_is_attached_unless_the_scheduler_itself_failed(
+    scx: dict, probe: dict, reason: str, words: str
+) -> None:
+    pod = sked.Pod(kubelet_pod(scx, probe), None)
+    assert (pod.reason, pod.message, pod.started) == (reason, words, None)
+
+
 def test_a_pod_that_is_not_bound_says_which_node_it_is_for() -> None:
     spec = """
+        containers: [{name: scx}]
         affinity:
           nodeAffinity:
             requiredDuringSchedulingIgnoredDuringExecution:
@@ -3392,28 +3781,37 @@ def test_a_pod_that_is_not_bound_says_which_node_it_is_for() -> None:
               - matchFields: [{key: metadata.name, operator: In, values: [n7]}]
         """
     pod = kubelet_pod({}) | {"spec": yaml.safe_load(spec)}
-    assert sked.keep_pod(pod, None).node == "n7"
+    assert sked.Pod(pod, None).node == "n7"
 
 
 @pytest.mark.parametrize(
     "started_ago, ready, watched, up_for",
     table("""
-    up for a minute before sked came: [60, "True", false, 60]
-    its clock is ahead: [-3600, "True", false, 0]
-    seen to come up, its clock is behind: [3600, "True", true, 0]
-    its node is gone: [60, "False", false, -.inf]
+    up for a minute before sked came: [60, true, false, 60]
+    its clock is ahead: [-3600, true, false, 0]
+    seen to come up, its clock is behind: [3600, true, true, 0]
+    not ready: [60, false, false, -.inf]
     """),
 )
 def test_a_pod_is_up_since_it_started_and_whatever_its_clock_says_since_it_was_seen_to(
-    started_ago: float, ready: str, watched: bool, up_for: float
+    started_ago: float, ready: bool, watched: bool, up_for: float
 ) -> None:
-    before = sked.keep_pod(kubelet_pod({}), None) if watched else None
-    running = {"state": {"running": {"startedAt": now(started_ago)}}}
-    obj = kubelet_pod(running, conditions=[{"type": "Ready", "status": ready}])
-    pod = sked.keep_pod(obj, before)
-    assert time.monotonic() - pod.since == pytest.approx(up_for, abs=1.5)
-    assert sked.keep_pod(obj, pod).since == pod.since
+    before = sked.Pod(kubelet_pod({}), None) if watched else None
+    # the node controller calls a pod unready at every blip of its node: that does not count
+    lost = [{"type": "Ready", "status": "False"}]
+    obj = kubelet_pod(running_for(started_ago, ready), conditions=lost)
+    pod = sked.Pod(obj, before)
+    assert time.monotonic() - pod.since == pytest.approx(up_for, abs=5)
+    assert sked.Pod(obj, pod).since == pod.since
 
+
+def test_a_pod_with_a_probe_is_up_since_the_later_of_the_two() -> None:
+    pod = sked.Pod(kubelet_pod(running_for(900), running_for(60)), None)
+    assert time.monotonic() - pod.since == pytest.approx(60, abs=5)
+    assert sked.Pod(kubelet_pod(running_for(900), {}), None).started is None
+
+
+# ---------------------------------------------------------------- status
 
 NOW = "2026-01-02T03:04:05Z"
 
@@ -3425,14 +3823,15 @@ def status_of(
     blocked: sked.Blocked | None = None,
     **view: Any,
 ) -> dict:
-    """The status where there are such pods and the stored DaemonSet, which is for two nodes."""
+    """The status with such pods and the stored DaemonSet, which is for two nodes."""
     seen = {
         "schedext": given(**spec or {}),
         "daemonset": merge(STORED, changes or {}),
         "pods": pods_of(pods),
         "rivals": {},
-        "settled_before": 1000.0,
-        "podless_seconds": 0.0,
+        "now": 1000.0,
+        "settle": 10.0,
+        "steady": 0.0,
     }
     return sked.build_status(sked.View(**seen | view), blocked, NOW)
 
@@ -3451,24 +3850,31 @@ def given_ready(**ready: str) -> dict:
     - {metadata: {generation: 2}}
     - RollingOut
     - waiting for the DaemonSet controller
-    suspended:
-    - []
-    - {suspend: true}
-    - {status: {desiredNumberScheduled: 0}}
-    - Suspended
-    - it runs on no node; set spec.suspend to false to resume
+    suspended: [[], {suspend: true}, {status: {desiredNumberScheduled: 0}}, Suspended, to resume]
     suspended a moment ago:
     - [settled, settled]
     - {suspend: true}
     - {metadata: {generation: 2}}
     - RollingOut
     - waiting for the DaemonSet controller
+    suspended, and the last pod is ending:
+    - [leaving]
+    - {suspend: true}
+    - {status: {desiredNumberScheduled: 0}}
+    - RollingOut
+    - suspended; waiting for 1 pods to end
+    suspended, and the watch has not shown its pods:
+    - []
+    - {suspend: true}
+    - {status: {desiredNumberScheduled: 0, numberMisscheduled: 2}}
+    - RollingOut
+    - suspended; waiting for 2 pods to end
     no nodes:
     - []
     - {}
     - {status: {desiredNumberScheduled: 0}}
     - NoNodes
-    - "no node is there for it: check labels and taints with 'kubectl get nodes'"
+    - "no node matches: check labels and taints with 'kubectl get nodes'"
     no nodes of a pool:
     - []
     - {nodeSelector: {pool: latency, a: ""}}
@@ -3482,12 +3888,6 @@ def given_ready(**ready: str) -> dict:
     - {}
     - RollingOut
     - ready on 1 of 2 nodes, updated on 2; waiting to see them stay up for 10 s
-    one has just come up, and shall be up for long:
-    - [settled, young]
-    - {minReadySeconds: 35}
-    - {}
-    - RollingOut
-    - waiting to see them stay up for 35 s
     one is not up: [[settled, starting], {}, {}, RollingOut, "ready on 1 of 2 nodes, updated on 2"]
     one pod is missing: [[settled], {}, {}, RollingOut, "ready on 1 of 2 nodes, updated on 2"]
     the status says one is old:
@@ -3496,42 +3896,38 @@ def given_ready(**ready: str) -> dict:
     - {status: {updatedNumberScheduled: 1}}
     - RollingOut
     - ready on 2 of 2 nodes, updated on 1
-    the pods say one is old:
-    - [settled, of another image]
+    the DaemonSet says one is not ready:
+    - [settled, settled]
     - {}
-    - {}
+    - {status: {numberReady: 1}}
     - RollingOut
-    - ready on 2 of 2 nodes, updated on 2
-    admission changed its image:
-    - [settled, of a mirror]
+    - ready on 1 of 2 nodes, updated on 2
+    a pod on a tainted node does not stand in for one that never started:
+    - [settled, settled, starting]
+    - {}
+    - {status: {numberReady: 1, numberMisscheduled: 1}}
+    - RollingOut
+    - ready on 1 of 2 nodes, updated on 2
+    a pod on a lost node does not count:
+    - [settled, settled, leaving and older]
     - {}
     - {}
     - AllReady
     - running on 2 of 2 nodes
-    rolled back before it was replaced:
-    - [settled, of an older template]
-    - {}
-    - {}
-    - AllReady
-    - running on 2 of 2 nodes
+    the pods say one is old: [[settled, older], {}, {}, RollingOut, "of 2 nodes, updated on 2"]
     its own strategy is OnDelete:
-    - [settled, of another image]
+    - [settled, older]
     - {updateStrategy: {type: OnDelete}}
     - {spec: {updateStrategy: {type: OnDelete}}, status: {updatedNumberScheduled: 1}}
     - RollingOut
     - "OnDelete: delete the old pods with 'kubectl delete pod -n tools -l name=scx-rusty'"
     parked:
-    - [of an older template, of an older template]
+    - [settled, older]
     - {}
-    - {spec: {updateStrategy: {type: OnDelete}}, status: {updatedNumberScheduled: null}}
+    - metadata: {annotations: {sked.schedkit.io/parked: x}}
+      status: {updatedNumberScheduled: null}
     - AllReady
     - running on 2 of 2 nodes
-    OnDelete by hand in a roll-out:
-    - [settled, of another image]
-    - {}
-    - {spec: {updateStrategy: {type: OnDelete}}, status: {updatedNumberScheduled: null}}
-    - RollingOut
-    - ready on 2 of 2 nodes, updated on 1
     one crashes:
     - [settled, crashing]
     - {}
@@ -3545,7 +3941,8 @@ def test_the_reason_says_what_is_missing_and_the_message_what_to_do(
     pods: list[str], spec: dict, changes: dict, reason: str, words: str
 ) -> None:
     (ready,) = status_of(pods, spec, changes)["conditions"]
-    assert (ready["reason"], ready["status"]) == (reason, str(reason == "AllReady"))
+    is_so = reason in ("AllReady", "Suspended")
+    assert (ready["reason"], ready["status"]) == (reason, str(is_so))
     assert ready["message"].endswith(words)
 
 
@@ -3574,21 +3971,36 @@ def test_a_crash_beside_another_schedexts_scheduler_is_already_attached() -> Non
     assert re.fullmatch(words, first["message"])
 
 
-@pytest.mark.parametrize("seconds, refused", [(9.9, False), (10.0, True)])
-def test_no_pods_for_long_means_that_they_are_refused(seconds: float, refused: bool) -> None:
-    status = status_of([], podless_seconds=seconds)
+@pytest.mark.parametrize("steady, refused", [(9.9, False), (10.0, True)])
+@pytest.mark.parametrize("pods, current", [([], 0), (["settled"], 1)], ids=["none", "one"])
+def test_nodes_that_lack_a_pod_for_long_are_failing(
+    steady: float, refused: bool, pods: list[str], current: int
+) -> None:
+    status = status_of(pods, {}, {"status": {"currentNumberScheduled": current}}, steady=steady)
     (ready,) = status["conditions"]
-    words = "label --overwrite namespace tools pod-security.kubernetes.io/enforce=privileged'"
     assert (ready["reason"] == "NodesFailing") is refused
-    assert (words in ready["message"]) is refused
-    assert status["nodes"]["failing"] == (2 if refused else 0)
+    assert ("'kubectl describe daemonset -n tools scx-rusty'" in ready["message"]) is refused
+    label = "label --overwrite namespace tools pod-security.kubernetes.io/enforce=privileged'"
+    assert (label in ready["message"]) is (refused and not pods)
+    assert status["nodes"]["failing"] == (2 - current if refused else 0)
 
 
 def test_what_blocks_the_daemonset_is_the_reason_and_the_counts_stay() -> None:
-    status = status_of(["settled"] * 2, blocked=sked.Blocked("Rejected", "in its own words"))
+    status = status_of(["settled"] * 2, blocked=sked.Blocked("RollingOut", "in its own words"))
     (ready,) = status["conditions"]
-    assert (ready["reason"], ready["message"]) == ("Rejected", "in its own words")
+    assert (ready["reason"], ready["message"]) == ("RollingOut", "in its own words")
     assert (ready["status"], status["nodes"]["ready"]) == ("False", 2)
+
+
+@pytest.mark.parametrize("reason", ["NameTaken", "Rejected"])
+def test_what_waiting_does_not_mend_is_stalled_for_gitops_tools_and_no_longer_than_that(
+    reason: str,
+) -> None:
+    first = status_of([], blocked=sked.Blocked(reason, "why"))
+    ready, stalled = first["conditions"]
+    assert stalled == ready | {"type": "Stalled", "status": "True"}
+    later = status_of(["settled"] * 2, schedext=given() | {"status": first})
+    assert [condition["type"] for condition in later["conditions"]] == ["Ready"]
 
 
 @pytest.mark.parametrize("was, moved", [("True", False), ("False", True), ("Unknown", True)])
@@ -3628,9 +4040,11 @@ def test_a_pod_with_new_arguments_is_waited_for_while_the_old_one_is_slow_to_end
     assert "NodesFailing" not in world.reasons()
 
 
+@pytest.mark.parametrize("webhook", [None, lambda *about: add_env(*about)], ids=["", "env"])
 def test_a_rollback_in_the_middle_of_a_rollout_is_ready_again(
-    world: World, kubelets: Kubelets
+    world: World, server: ApiServer, kubelets: Kubelets, webhook: Callable | None
 ) -> None:
+    server.webhook = webhook
     world.begin_ready(kubelets, "ab")
     world.edit(sched="ghcr.io/x/y:nopull")
     world.expect("NodesFailing")
@@ -3659,6 +4073,39 @@ def test_a_crash_loop_is_one_steady_failure_until_it_is_fixed(
     assert not world.failures()
 
 
+def test_an_image_that_attaches_nothing_is_never_ready_and_one_that_attaches_is(
+    world: World, server: ApiServer, kubelets: Kubelets
+) -> None:
+    kubelets.crash_seconds = (0.4, 0.2, 0.2)
+    kubelets.add_node("a", {"pool": "a"})
+    kubelets.add_node("n")
+    world.start()
+    world.add(sched="ghcr.io/x/y:idle", probeImage="busybox:stable")
+    world.expect("NodesFailing")
+    failure = world.failures()[0]
+    assert failure["reason"] == "NotAttached"
+    assert failure["message"].startswith(LAST_WORDS["idle"])
+    eventually(
+        lambda: dig(kubelets.pods("x")["n"], ".status.containerStatuses[1].restartCount") > 2
+    )
+    assert world.reasons() in (["NodesFailing"], ["RollingOut", "NodesFailing"])
+    assert {obj["status"].get("nodes", {"ready": 0})["ready"] for obj in every(server)} == {0}
+    world.edit(sched=LAVD)
+    world.expect("AllReady")
+    before = uids(kubelets)
+    park(world)
+    eventually(lambda: uids(kubelets) == {"n": before["n"]})
+    world.edit(probeImage=None)
+    world.expect("AllReady")
+    assert len(kubelets.pods("x")["n"]["spec"]["containers"]) == 1
+
+
+def every(server: ApiServer) -> list[dict]:
+    """Each version of x that has a status."""
+    objs = [change.obj for change in list(server.log["schedexts"])]
+    return [obj for obj in objs if obj["metadata"]["name"] == "x" and "status" in obj]
+
+
 def test_a_pod_without_room_says_so_and_goes_with_its_node(
     world: World, server: ApiServer, kubelets: Kubelets
 ) -> None:
@@ -3675,7 +4122,7 @@ def test_a_pod_without_room_says_so_and_goes_with_its_node(
 def test_where_no_pod_is_allowed_that_is_told_after_a_while_and_stays(
     world: World, server: ApiServer, kubelets: Kubelets
 ) -> None:
-    kubelets.admit = False
+    server.webhook = refuse_pods("ghcr.io")
     world.start()
     world.add()
     world.expect("NoNodes")
@@ -3685,7 +4132,7 @@ def test_where_no_pod_is_allowed_that_is_told_after_a_while_and_stays(
     assert "kubectl label --overwrite namespace default pod-security" in message
     assert world.reasons() == ["NoNodes", "RollingOut", "NodesFailing"]
     assert world.restart() == []
-    kubelets.admit = True
+    server.webhook = None
     world.expect("AllReady")
 
 
@@ -3859,13 +4306,11 @@ def test_pools_come_and_go_and_all_other_pods_keep_running(
     world: World, kubelets: Kubelets
 ) -> None:
     world.begin_ready(kubelets, "abn")
-    spec = world.made()["spec"]
     first = uids(kubelets)
     world.add("a", nodeSelector=A)
     eventually(lambda: uids(kubelets) == {node: first[node] for node in "bn"})
     world.remove("a")
-    eventually(lambda: world.made()["spec"] == spec)
-    assert spec["updateStrategy"]["type"] == "RollingUpdate"
+    eventually(lambda: len(uids(kubelets)) == 3)
     for pool in (A, B):
         world.add(pool["pool"], nodeSelector=pool)
         world.expect("AllReady", pool["pool"])
@@ -3877,6 +4322,7 @@ def test_pools_come_and_go_and_all_other_pods_keep_running(
     eventually(lambda: world.nodes()["ready"] == 3)
     world.expect("AllReady")
     assert uids(kubelets)["n"] == first["n"]
+    assert PARKED in world.made()["metadata"]["annotations"]
 
 
 def test_the_next_change_of_a_parked_daemonset_reaches_every_node(
@@ -3931,9 +4377,12 @@ def test_a_suspended_schedext_runs_nowhere_until_it_is_resumed(
     world: World, kubelets: Kubelets
 ) -> None:
     world.begin_ready(kubelets, "ab")
+    kubelets.stop_seconds = 1.0
     world.edit(suspend=True)
-    assert "set spec.suspend to false" in world.expect("Suspended")["message"]
-    eventually(lambda: not kubelets.pods("x"))
+    assert "waiting for 2 pods to end" in world.expect("RollingOut")["message"]
+    ready = world.expect("Suspended")
+    assert (kubelets.pods("x"), ready["status"]) == ({}, "True")
+    assert "set spec.suspend to false" in ready["message"]
     world.edit(suspend=None)
     world.expect("AllReady")
     assert running(kubelets) == {"a": RUSTY, "b": RUSTY}
@@ -3954,6 +4403,313 @@ def test_a_suspended_schedext_is_a_switch_for_single_nodes(
     assert first.items() - uids(kubelets).items() == {("b", first["b"])}
 
 
+# ---------------------------------------------------------------- bad weather
+
+
+def add_env(request: Request, obj: dict) -> dict:
+    """A webhook that adds an environment variable to new pods."""
+    if (request.what, request.verb) == ("pods", "create"):
+        obj = copy(obj)
+        obj["spec"]["containers"][0].setdefault("env", []).append({"name": "ZONE", "value": "z"})
+    return obj
+
+
+def park(world: World, name: str = "a") -> None:
+    """A pool takes a node from x; waits until the DaemonSet controller has seen that."""
+    before = world.made()["metadata"]["generation"]
+    world.add(name, nodeSelector={"pool": name})
+
+    def is_parked() -> bool:
+        obj = world.made()
+        is_seen = before < obj["status"]["observedGeneration"]
+        return is_seen and PARKED in obj["metadata"].get("annotations", {})
+
+    eventually(is_parked)
+
+
+def test_a_node_lost_during_an_update_does_not_make_the_next_pool_restart_the_others(
+    world: World, server: ApiServer, kubelets: Kubelets
+) -> None:
+    world.begin_ready(kubelets, "abc")
+    kubelets.silence("c")
+    world.edit(sched=LAVD)
+    eventually(lambda: running(kubelets) == {"a": LAVD, "b": LAVD, "c": RUSTY})
+    world.expect("AllReady")
+    assert "deletionTimestamp" in kubelets.pods("x")["c"]["metadata"]
+    before = uids(kubelets)
+    park(world)
+    eventually(lambda: uids(kubelets) == {node: before[node] for node in "bc"})
+    world.expect("AllReady")
+
+
+def test_nodes_that_are_lost_for_a_moment_keep_their_pods(world: World, kubelets: Kubelets) -> None:
+    world.begin_ready(kubelets, "abc")
+    park(world)
+    eventually(lambda: len(uids(kubelets)) == 2)
+    before = uids(kubelets)
+    for node in "bc":
+        kubelets.silence(node)
+    eventually(lambda: world.nodes()["desired"] == 0)
+    eventually(world.is_idle)
+    for node in "bc":
+        kubelets.wake(node)
+    eventually(lambda: world.nodes() == {"desired": 2, "ready": 2, "updated": 2, "failing": 0})
+    assert uids(kubelets) == before
+    assert PARKED in world.made()["metadata"]["annotations"]
+
+
+def test_drift_of_a_parked_daemonset_restarts_nobody_and_rollout_restart_does(
+    world: World, server: ApiServer, kubelets: Kubelets
+) -> None:
+    world.begin_ready(kubelets, "abc")
+    park(world)
+    eventually(lambda: len(uids(kubelets)) == 2)
+    before, made = uids(kubelets), world.made()
+    for drift in (
+        in_template(tolerations=[{"operator": "Exists"}]),
+        in_template(containers=[SCX | {"image": LAVD}]),
+        {"spec": {"updateStrategy": {"type": "RollingUpdate"}}},
+    ):
+        world.drift(drift)
+        eventually(lambda: world.made()["spec"] == made["spec"])
+    world.expect("AllReady")
+    assert uids(kubelets) == before
+    noted = {"annotations": {"kubectl.kubernetes.io/restartedAt": "now"}}
+    world.drift({"spec": {"template": {"metadata": noted}}})
+    eventually(lambda: not set(uids(kubelets).values()) & set(before.values()))
+    world.expect("AllReady")
+    assert PARKED not in world.made()["metadata"].get("annotations", {})
+
+
+def test_what_admission_does_to_pods_makes_no_pool_restart_the_others(
+    world: World, server: ApiServer, kubelets: Kubelets
+) -> None:
+    server.webhook = add_env
+    world.begin_ready(kubelets, "abc")
+    before = uids(kubelets)
+    park(world)
+    eventually(lambda: uids(kubelets) == {node: before[node] for node in "bc"})
+
+
+def test_what_admission_adds_to_daemonsets_is_no_drift_and_survives_an_update(
+    world: World, server: ApiServer, kubelets: Kubelets
+) -> None:
+    added = {"metadata": {"labels": {"team": "x"}}, "spec": {"dnsConfig": {"searches": ["x"]}}}
+
+    def webhook(request: Request, obj: dict) -> dict:
+        if request.verb == "create" and request.what == "daemonsets":
+            return merge(obj, {"metadata": {"labels": {"team": "x"}}, "spec": {"template": added}})
+        return obj
+
+    server.webhook = webhook
+    world.begin_ready(kubelets, "abc")
+    before = uids(kubelets)
+    park(world)
+    eventually(lambda: uids(kubelets) == {node: before[node] for node in "bc"})
+    world.edit(sched=LAVD)
+    world.expect("AllReady")
+    assert running(kubelets) == {"b": LAVD, "c": LAVD}
+    made = world.made()
+    assert merge(made, {"spec": {"template": added}}) == made
+    patches = [r for r in server.writes() if (r.verb, r.what) == ("patch", "daemonsets")]
+    assert [r.name for r in patches] == ["x", "x"]  # for the pool, and for the image
+    assert server.list("events") == []
+
+
+def test_nodes_that_stay_keep_their_pods_if_the_user_selects_others(
+    world: World, kubelets: Kubelets
+) -> None:
+    for node, zone in {"a": "1", "b": "1", "c": "2"}.items():
+        kubelets.add_node(node, {"zone": zone, "rack": "r" if node != "a" else "s"})
+    world.start()
+    world.add(nodeSelector={"zone": "1"})
+    world.expect("AllReady")
+    before = uids(kubelets)
+    world.edit(nodeSelector={"zone": None, "rack": "r"})
+    world.expect("AllReady")
+    eventually(lambda: uids(kubelets).keys() == {"b", "c"})
+    assert uids(kubelets)["b"] == before["b"]
+
+
+def test_a_pod_left_on_a_tainted_node_does_not_stand_in_for_one_that_never_started(
+    world: World, server: ApiServer, kubelets: Kubelets
+) -> None:
+    world.begin_ready(kubelets, "ab")
+    kubelets.taint("b", [{"key": "dedicated", "value": "infra", "effect": "NoSchedule"}])
+    eventually(lambda: world.nodes()["desired"] == 1)
+    kubelets.start_seconds = 60
+    kubelets.add_node("c")
+    eventually(lambda: world.nodes() == {"desired": 2, "ready": 1, "updated": 2, "failing": 0})
+    eventually(world.is_settled)
+    told = [(ready["reason"], ready["message"]) for ready in history(server, "default", "x")]
+    assert told[-1] == ("RollingOut", "ready on 1 of 2 nodes, updated on 2")
+
+
+def test_pods_of_a_deleted_namesake_do_not_count(
+    world: World, server: ApiServer, kubelets: Kubelets
+) -> None:
+    kubelets.add_node("n")
+    world.start()
+    world.add(sched="ghcr.io/x/y:nopull")
+    world.expect("NodesFailing")
+    server.collect = False
+    world.remove()
+    server.delete("daemonsets", "default", "x")
+    world.add()
+    world.expect("AllReady")
+    assert len(server.list("pods", "default")) == 2
+    assert world.nodes()["failing"] == 0
+
+
+def test_a_nodes_blip_makes_no_failure_of_a_pod_that_once_restarted(
+    world: World, server: ApiServer, kubelets: Kubelets
+) -> None:
+    world.begin_ready(kubelets, "ab")
+    pod = kubelets.pods("x")["b"]
+    [container] = pod["status"]["containerStatuses"]
+    died = {"terminated": {"exitCode": 255, "reason": "Unknown", "finishedAt": now(9999)}}
+    restarted = container | {"restartCount": 1, "lastState": died}
+    kubelets.report(pod, {"containerStatuses": [restarted]})
+    kubelets.silence("b")
+    eventually(lambda: world.nodes()["desired"] == 1)
+    kubelets.wake("b")
+    eventually(lambda: world.nodes() == {"desired": 2, "ready": 2, "updated": 2, "failing": 0})
+    assert "NodesFailing" not in world.reasons()
+    assert server.list("events") == []
+
+
+def test_pods_that_a_policy_refuses_half_way_through_a_rollout_are_told(
+    world: World, server: ApiServer, kubelets: Kubelets
+) -> None:
+    world.begin_ready(kubelets, "abc")
+    server.webhook = refuse_pods("lavd")
+    world.edit(sched=LAVD)
+    message = world.expect("NodesFailing")["message"]
+    assert message.startswith("failing on 1 of 3 nodes; 1 of them have no pod: see 'kubectl desc")
+    assert sorted(running(kubelets).values()) == [RUSTY, RUSTY]
+    eventually(lambda: [event["reason"] for event in server.list("events")] == ["NodesFailing"])
+    assert world.restart() == []
+    server.webhook = None
+    world.expect("AllReady")
+
+
+def test_a_daemonset_watch_that_hangs_does_not_look_like_somebody_else(
+    world: World, server: ApiServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.start()
+    world.add()
+    world.expect("RollingOut")
+    silence = cut_off(server, "daemonsets")
+
+    def told() -> list[str]:
+        return [ready["message"] for ready in history(server, "default", "x")]
+
+    world.edit(sched="scx:v1")
+    eventually(lambda: world.image() == "scx:v1")
+    for tag in ("v2", "v3"):
+        world.edit(sched=f"scx:{tag}")
+    eventually(lambda: "waiting for the watch to catch up" in told())
+    silence.clear()
+    eventually(lambda: world.image() == "scx:v3")
+    assert "keeps changing" not in str(told()) + caplog.text
+    assert server.list("events") == []
+
+
+def test_a_daemonset_that_never_reaches_the_watch_is_repaired_after_all(
+    world: World, server: ApiServer
+) -> None:
+    world.set("CATCH_UP_SECONDS", 0.5)
+    world.start()
+    world.add()
+    world.expect("RollingOut")
+    backup = server.snapshot()
+    for tag in ("v1", "v2"):
+        world.edit(sched=f"scx:{tag}")
+        eventually(lambda tag=tag: world.image() == f"scx:{tag}")
+    server.restore(backup)  # where generations are older than what sked wrote
+    world.edit(sched="scx:v3")
+    eventually(lambda: world.image() == "scx:v3")
+
+
+def test_a_schedext_whose_deletion_has_not_reached_the_watch_gets_no_new_daemonset(
+    world: World, server: ApiServer
+) -> None:
+    world.start()
+    world.add()
+    world.expect("RollingOut")
+    silence = cut_off(server, "schedexts")
+    since = time.time()
+    world.remove()
+    eventually(lambda: not world.made())
+    asked = ("get", "schedexts", 404)
+    eventually(lambda: asked in [(r.verb, r.what, r.status) for r in list(server.requests)])
+    world.add("y")
+    silence.clear()
+    world.expect("RollingOut", "y")
+    made = [r.name for r in server.writes(since) if r.verb == "create"]
+    assert made == ["y"]
+
+
+def test_a_bug_in_handling_an_event_is_a_bug_and_not_the_api_servers_fault(
+    world: World, server: ApiServer, kubelets: Kubelets, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.begin_ready(kubelets, "n")
+    pod = kubelets.pods("x")["n"]
+    [container] = pod["status"]["containerStatuses"]
+    died = {"terminated": {"exitCode": 1, "message": ["not", "a", "text"]}}
+    kubelets.report(pod, {"containerStatuses": [container | {"lastState": died}]})
+    eventually(lambda: "pods: bug in the watch loop" in caplog.text)
+    assert "AttributeError" in caplog.text
+    assert "no usable answer" not in caplog.text
+
+
+def test_a_bug_in_reconcile_is_a_bug_and_not_a_refusal(
+    world: World, server: ApiServer, mocker: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.start()
+    world.add()
+    world.expect("RollingOut")
+    broken = mocker.patch.object(sked, "differences", side_effect=ValueError("a bug"))
+    world.edit(sched=LAVD)
+    eventually(lambda: broken.call_count > 2)
+    assert "default/x: bug" in caplog.text and "ValueError: a bug" in caplog.text
+    mocker.stopall()
+    eventually(lambda: world.image() == LAVD)
+    assert "Rejected" not in world.reasons()
+
+
+def calls(run: Callable[[], Any]) -> int:
+    """How many Python functions and generators are entered: the same in every run."""
+    entered = [0]
+
+    def count(frame: Any, event: str, arg: Any) -> None:
+        entered[0] += event == "call"
+
+    sys.setprofile(count)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return entered[0]
+
+
+@pytest.mark.parametrize("plural", ["schedexts", "pods"])
+def test_a_first_list_costs_no_more_for_each_item_if_there_are_many(
+    mocker: Any, plural: str
+) -> None:
+    def work(total: int) -> int:
+        cache = getattr(sked.Operator(mocker.Mock()), plural)
+        objs = [for_nodes(f"zone=z{n}") for n in range(total)]
+        if plural == "pods":  # labelled by a stranger, and bound to no node
+            objs = [kubelet_pod({}) for n in range(total)]
+            for obj in objs:
+                del obj["metadata"]["ownerReferences"], obj["spec"]["nodeName"]
+        items = {("tools", f"x{n}"): cache.keep(obj, None) for n, obj in enumerate(objs)}
+        return calls(lambda: cache.update(items))
+
+    assert work(400) < 2.2 * work(200)
+
+
 # ---------------------------------------------------------------- killed, and ended
 
 
@@ -3965,7 +4721,7 @@ def test_killed_again_and_again_it_ends_with_exactly_the_right_daemonsets(
     server.delay = 0.01
     for enough in (1, 20, 40, 60):
         with OperatorProcess(server.kubeconfig("sked")) as operator:
-            eventually(lambda enough=enough: len(images(server)) >= enough, 30)
+            eventually(lambda enough=enough: len(images(server)) >= enough)
             assert len(images(server)) < 60 or enough == 60
             operator.stop(signal.SIGKILL)
     owners = {
@@ -3987,7 +4743,7 @@ LEADER_ELECT = ("--leader-elect", "--leader-election-namespace=sked-system")
         ("standing by", signal.SIGTERM),
     ],
 )
-def test_a_signal_ends_it_within_two_seconds_also_while_it_is_blocked(
+def test_a_signal_ends_it_even_while_it_is_blocked(
     server: ApiServer, state: str, sent: int
 ) -> None:
     hangs = server.fault("POST", "/daemonsets", None, "hang")
@@ -4002,10 +4758,8 @@ def test_a_signal_ends_it_within_two_seconds_also_while_it_is_blocked(
     }
     flags = LEADER_ELECT if state == "standing by" else ()
     with OperatorProcess(server.kubeconfig("sked"), *flags) as operator:
-        eventually(blocked[state], 30)
-        begun = time.monotonic()
+        eventually(blocked[state])
         assert operator.stop(sent) == 0
-        assert time.monotonic() - begun < 2
         assert not any("Traceback" in line for line in operator.lines)
 
 
@@ -4028,17 +4782,18 @@ def test_of_three_replicas_one_works_and_hands_over_on_sigterm(
     server: ApiServer, replica: Callable
 ) -> None:
     replicas = [replica("sked-system", "sked") for _ in range(3)]
-    [first] = eventually(lambda: leading(replicas), 30)
+    [first] = eventually(lambda: leading(replicas))
     server.create(schedext("one"))
-    eventually(lambda: "one" in images(server) and all(listens(one.port) for one in replicas), 30)
+    eventually(lambda: "one" in images(server) and all(listens(one.port) for one in replicas))
     said = sorted(ask(one.port, "/readyz")[:2] for one in replicas)
     assert said == [(200, "ok\n"), (200, "standing by\n"), (200, "standing by\n")]
     before = lease(server)
     eventually(lambda: lease(server)["renewTime"] > before["renewTime"])
 
-    begun = time.monotonic()
     assert first.stop() == 0
-    [second] = eventually(lambda: leading(replicas), begun + 3 - time.monotonic())
+    holders = [dig(change.obj, ".spec.holderIdentity") for change in server.log["leases"]]
+    assert "" in holders  # so nobody has to wait until it expires
+    eventually(lambda: leading(replicas))
     server.create(schedext("two"))
     eventually(lambda: "two" in images(server))
     assert (before["leaseTransitions"], lease(server)["leaseTransitions"]) == (0, 1)
@@ -4052,17 +4807,17 @@ def test_a_leader_killed_or_frozen_is_followed_when_its_lease_is_over_and_writes
 ) -> None:
     signals = {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP}
     leaders = [replica(name) for name in signals]
-    eventually(lambda: leading(leaders) == leaders, 30)
+    eventually(lambda: leading(leaders) == leaders)
     others = [replica(name, "admin") for name in signals]  # whose writes can be told apart
-    eventually(lambda: all("waiting for the lease" in "".join(one.lines) for one in others), 30)
+    eventually(lambda: all("waiting for the lease" in "".join(one.lines) for one in others))
     for n, sent in enumerate(signals.values()):
         leaders[n].process.send_signal(sent)
     begun = time.monotonic()
     for n in range(20):
         server.create(schedext(f"scx-{n}"))
     eventually(lambda: leading(others))
-    assert time.monotonic() - begun > 2
-    eventually(lambda: leading(others) == others, begun + 6 - time.monotonic())
+    assert time.monotonic() - begun > 5
+    eventually(lambda: leading(others) == others)
     taken = time.time()
     eventually(lambda: len(images(server)) == 20)
     assert leaders[1].stop(signal.SIGCONT) == 1
@@ -4075,9 +4830,13 @@ def test_one_lost_answer_does_not_end_a_leader_and_many_do_before_another_may_le
 ) -> None:
     actions = ("lose", "hang", "error")
     leaders = [replica(action) for action in actions]
-    eventually(lambda: leading(leaders) == leaders, 30)
+    eventually(lambda: leading(leaders) == leaders)
+    # a renewal that failed is followed by a look at the lease, and that may fail, too
     for method in ("PUT", "GET"):
         faults = [server.fault(method, f"/{action}/leases", 1, action) for action in actions]
+        if method == "GET":
+            for action in actions:
+                server.fault("PUT", f"/{action}/leases", 1, action)
         eventually(lambda faults=faults: all(fault.hits for fault in faults))
         old = [lease(server, action)["renewTime"] for action in actions]
         eventually(lambda old=old: all(lease(server, a)["renewTime"] not in old for a in actions))
@@ -4085,8 +4844,8 @@ def test_one_lost_answer_does_not_end_a_leader_and_many_do_before_another_may_le
     for action in actions:
         server.fault("PUT", f"/{action}/leases", None, action)
     begun = time.monotonic()
-    assert [one.process.wait(6) for one in leaders] == [1, 1, 1]
-    assert 1 < time.monotonic() - begun < 3
+    assert [one.process.wait(60) for one in leaders] == [1, 1, 1]
+    assert 2 < time.monotonic() - begun < 6  # after the deadline, before the lease expires
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -4131,6 +4890,28 @@ def test_anothers_lease_is_respected_while_it_changes_whatever_its_clock_says(
     assert (other.leads(), lease(server)["holderIdentity"]) == (True, other.identity)
 
 
+def test_a_leader_leads_on_if_every_answer_takes_long(server: ApiServer, mocker: Any) -> None:
+    clock = mocker.patch.object(sked, "time")
+    clock.monotonic.return_value = 100.0
+    api = connect(server.kubeconfig("sked"))
+    request = api.request
+    led = []
+
+    def slowly(method: str, path: str, body: Any = None, timeout: float = 30.0) -> dict:
+        clock.monotonic.return_value += 3.5
+        led.append(elector.leads())
+        assert timeout > 3.5
+        return request(method, path, body)
+
+    mocker.patch.object(api, "request", side_effect=slowly)
+    elector = sked.Elector(api, "sked-system")
+    for _ in range(9):
+        elector.take()
+        clock.monotonic.return_value += sked.RENEW_SECONDS
+        led.append(elector.leads())
+    assert led == [False, False] + [True] * 17
+
+
 def test_the_lease_has_the_go_operators_name_and_times() -> None:
     times = (sked.LEASE_SECONDS, sked.RENEW_DEADLINE_SECONDS, sked.RENEW_SECONDS)
     assert (sked.LEASE_NAME, *times) == (LEASE, 15, 10, 2)
@@ -4159,7 +4940,7 @@ def test_health_fails_when_a_thread_hangs_or_died_and_not_when_the_api_server_sa
     mocker: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stuck = sked.STUCK_SECONDS / sked.WATCH_SECONDS  # as much shorter as the hasty one's watches
+    stuck = 3 * sked.STUCK_SECONDS / sked.WATCH_SECONDS  # shorter, as the hasty one's watches are
     monkeypatch.setattr(hasty, "STUCK_SECONDS", stuck)
     port, _ = operate(program=hasty)
     eventually(lambda: ask(port, "/readyz")[0] == 200)
@@ -4170,9 +4951,9 @@ def test_health_fails_when_a_thread_hangs_or_died_and_not_when_the_api_server_sa
         assert ask(port, "/healthz")[:2] == (200, "ok\n")
         time.sleep(0.05)
     over = threading.Event()
-    mocker.patch.object(hasty, "build_daemonset", side_effect=lambda *_: over.wait())
+    mocker.patch.object(hasty, "owned_fields", side_effect=lambda *_: over.wait())
     server.thaw()
-    monkeypatch.setattr(hasty.Pods, "handle", lambda *_, **__: sys.exit())
+    monkeypatch.setattr(hasty.Pods, "handle", lambda *_: sys.exit())
     lost = re.compile(r"no sign of life from pods, worker-\d\n")
     eventually(lambda: ask(port, "/healthz")[0] == 503 and lost.fullmatch(ask(port, "/healthz")[1]))
     over.set()
@@ -4188,10 +4969,8 @@ def test_half_sent_requests_take_few_threads_and_hold_up_nobody(
         for _ in range(120):
             client = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
             client.sendall(b"\x16\x03\x01\x02\x00\x01")  # TLS begins like that
-        begun = time.monotonic()
-        assert ask(port, "/", tls=tls)[0] == 404
-        assert time.monotonic() - begun < 1
-        eventually(lambda: threading.active_count() < before + 80, 2)
+        assert ask(port, "/", tls=tls)[0] == 404  # one after the other, they would take 10 minutes
+        eventually(lambda: threading.active_count() < before + 80)
 
 
 def test_metrics_tell_what_happened(server: ApiServer, operate: Callable) -> None:
@@ -4305,8 +5084,8 @@ def test_the_first_of_flag_environment_pod_and_home_decides(
         ("--kubeconfig=~/text", "text"),
         ("--kubeconfig=~/broken", "broken"),
         ("--kubeconfig=~/env --leader-elect", "--leader-election-namespace"),
-        ("--kubeconfig=~/env --health-probe-bind-address=x", "'x' is no address such as :8081"),
-        ("--kubeconfig=~/env --health-probe-bind-address=:70000", "':70000' is no address"),
+        ("--kubeconfig=~/env --health-probe-bind-address=x", "'x' is not an address such as :8081"),
+        ("--kubeconfig=~/env --health-probe-bind-address=:70000", "':70000' is not an address"),
         (
             "--kubeconfig=~/env --health-probe-bind-address=127.0.0.1:{taken}",
             "cannot listen at 127.0.0.1:{taken}: Address already in use",
@@ -4388,6 +5167,8 @@ def test_render_prints_daemonsets_that_yield_to_each_other(
     assert rule == {"key": "pool", "operator": "NotIn", "values": ["latency"]}
     command = [sys.executable, HERE / "sked.py", "--render", "-"]
     assert subprocess.run(command, input=text, capture_output=True, text=True).stdout == out
+    got = yaml.safe_dump({"kind": "List", "items": [schedext("all"), {"kind": "Pod"}, pool]})
+    assert subprocess.run(command, input=got, capture_output=True, text=True).stdout == out
 
 
 @pytest.mark.parametrize(
@@ -4397,6 +5178,10 @@ def test_render_prints_daemonsets_that_yield_to_each_other(
         ("kind: SchedExt\nspec: {sched: x}", "metadata.name"),
         ("a: [", "expected"),
         ("kind: Pod", "no SchedExt"),
+        ("kind: List\nitems:", "no SchedExt"),
+        ("kind: List\nitems: [5]", "no SchedExt"),
+        ("kind: SchedExt\nmetadata: {name: x}\nspec: {sched: x, nodeSelector: [a]}", "a map"),
+        ("kind: SchedExt\nmetadata: {name: x}\nspec: {sched: x, hostPaths: 3}", "a list"),
         ("", "no SchedExt"),
     ],
 )
@@ -4449,6 +5234,7 @@ ACCEPTED = [
     - {updateStrategy: {rollingUpdate: {maxUnavailable: 100%}}}
     - {minReadySeconds: 0}
     - {suspend: false}
+    - {probeImage: busybox}
     - {hostPaths: []}
     - {hostPaths: [/a b/..c/d../..., /x/.y]}
     """),
@@ -4463,6 +5249,8 @@ must be an image reference, [registry[:port]/]path[:tag][@sha256:digest]:
 - {sched: ""}
 - {sched: " scx"}
 - {sched: "scx\\n"}
+- {probeImage: "https://busybox"}
+- {probeImage: ""}
 - {sched: "https://ghcr.io/schedkit/scx"}
 - {sched: ghcr.io/Schedkit/scx}
 - {sched: Scx}
@@ -4489,6 +5277,7 @@ must be an image reference, [registry[:port]/]path[:tag][@sha256:digest]:
 - sched: "scx:tttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttt\\
     ttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttt"
 spec.sched in body must be of type string: [{sched: 5}]
+spec.probeImage in body must be of type string: [{probeImage: 5}]
 "must be labels of nodes, such as pool: latency":
 - {nodeSelector: {pool: low latency}}
 - {nodeSelector: {pool: a-}}
@@ -4576,7 +5365,9 @@ TOO_LARGE = {
     "Too long: may not be more than 63 bytes": {"nodeSelector": {"pool": "a" * 64}},
     "Too many: 33: must have at most 32 items": {"hostPaths": [f"/{n}" for n in range(33)]},
     "have at most 63 characters": {"nodeSelector": {"k" * 64: "a"}},
-    '(a key also a domain and "/" before it)': {"nodeSelector": {"d." * 200 + "io/k": "a"}},
+    '(a key may also have a domain and "/" before it)': {
+        "nodeSelector": {"d." * 200 + "io/k": "a"}
+    },
 }
 THE_CRD = next(obj for obj in manifests() if obj["kind"] == "CustomResourceDefinition")
 VERSION = THE_CRD["spec"]["versions"][0]
@@ -4630,6 +5421,7 @@ def obeys(path: str, value: str | dict) -> bool:
     "words, place, path",
     table("""
     images: [must be an image reference, .sched, .spec.sched]
+    probes: [must be an image reference, .probeImage, .spec.probeImage]
     labels: [must be labels of nodes, .nodeSelector, .spec.nodeSelector]
     paths: [must be an absolute path, ".hostPaths[0]", .spec.hostPaths.items]
     amounts:
@@ -4740,6 +5532,8 @@ def test_the_operator_uses_each_of_its_rights(server: ApiServer, start: Callable
     for name in ("new", "orphan", "taken"):
         server.create(schedext(name))
     api = start().api
+    eventually(lambda: server.get("daemonsets", "default", "new"))
+    server.delete("daemonsets", "default", "new")
     sked.Elector(api, "sked-system").take()
     sked.review(api, "Bearer admin", 0)
     # of these the API server asks whether we have them, when we send something else
@@ -4802,15 +5596,15 @@ def test_every_schedext_in_the_readme_passes_the_schema_and_makes_a_daemonset(ob
     causes: list[str] = []
     assert check(PARTS[".spec"], obj["spec"], "", causes) == obj["spec"]
     assert causes == []
-    (container,) = pod_spec(sked.build_daemonset(obj, EXAMPLES))["containers"]
-    assert obeys(".spec.sched", container["image"])
+    for container in pod_spec(sked.build_daemonset(obj, EXAMPLES))["containers"]:
+        assert obeys(".spec.sched", container["image"])
 
 
 def test_every_reason_that_sked_gives_is_explained() -> None:
     source = (HERE / "sked.py").read_text()
     given = set(re.findall(r'(?:return|Blocked\(|reason =)\s*"([A-Z]\w+)"(?! if)', source))
     described = PARTS[".status.conditions.items.reason"]["description"].partition("Ready: ")[2]
-    on_a_node = {"CrashLoopBackOff", "AlreadyAttached", "Unschedulable"}
+    on_a_node = {"AlreadyAttached", "NotAttached", "Unschedulable"}
     assert given == set(re.findall(r"[A-Z]\w+", described)) | on_a_node
     assert [reason for reason in given if f"`{reason}`" not in README] == []
 
@@ -4840,7 +5634,8 @@ YOURS = """Now it is yours, until Ctrl-C:
   kubectl describe schedext scx-rusty
   kubectl label node node-1 pool=latency
   kubectl delete schedext scx-lavd
-An image with the tag crash plays a scheduler that cannot load, one with nopull is not there.
+An image with the tag crash plays a scheduler that cannot load, nopull one that is not there, and
+idle one that attaches nothing.
 
 The log of sked:
 """
@@ -4912,6 +5707,13 @@ class Demo:
         self.patch("scx-rusty", sched=RUSTY)
         self.follow("scx-rusty", "AllReady")
 
+        self.title("An image that runs but attaches nothing: with a probe, the kernel tells.")
+        idle = "ghcr.io/schedkit/scx_rusty:idle"
+        self.patch("scx-rusty", sched=idle, probeImage="busybox:stable")
+        self.follow("scx-rusty", "NodesFailing")
+        self.patch("scx-rusty", sched=RUSTY)
+        self.follow("scx-rusty", "AllReady")
+
         self.title("Another scheduler for one pool: the pods on the other nodes stay (see AGE).")
         print("$ kubectl label node node-3 pool=latency")
         self.server.patch("nodes", "", "node-3", {"metadata": {"labels": {"pool": "latency"}}})
@@ -4943,7 +5745,7 @@ def main(argv: list[str] | None = None) -> int:
         operator = sked.Operator(sked.Api(lambda: sked.load_configuration(kubeconfig, None)))
         threading.Thread(target=operator.run, daemon=True).start()
         print(f"An API server with three nodes runs at http://127.0.0.1:{server.port}, and sked.")
-        print("A scheduler is ready when it has stayed up for 10 s; here, to be brief, for 3.\n")
+        print("A scheduler is ready when it has stayed up for 10 s; in this demo, for 3 s.\n")
         Demo(server, 0.0 if args.once else 2.0).run()
         if not args.once:
             print(YOURS.format(kubeconfig=server.kubeconfig("admin")), flush=True)
