@@ -26,17 +26,13 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import contextlib
-import datetime
 import functools
 import gc
 import hashlib
 import heapq
 import http.server
-import itertools
 import json
 import logging
-import math
 import os
 import random
 import shutil
@@ -50,8 +46,12 @@ import threading
 import time
 import urllib.parse
 import uuid
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
+from datetime import datetime, timezone
+from math import ceil, inf
+from time import monotonic
 from typing import Any, NamedTuple
 
 import urllib3
@@ -80,13 +80,11 @@ def backoff(failures: int, most: float) -> float:
 
 def timestamp(precision: str = "seconds") -> str:
     """Now, as the API writes it."""
-    now = datetime.datetime.now(datetime.timezone.utc)
-    return now.isoformat(timespec=precision).replace("+00:00", "Z")
+    return datetime.now(timezone.utc).isoformat(timespec=precision).replace("+00:00", "Z")
 
 
 def seconds_since(stamp: str) -> float:
-    then = datetime.datetime.fromisoformat(stamp.replace("Z", "+00:00"))
-    return time.time() - then.timestamp()
+    return time.time() - datetime.fromisoformat(stamp.replace("Z", "+00:00")).timestamp()
 
 
 def key_of(obj: dict) -> Key:
@@ -126,7 +124,7 @@ class ApiError(Exception):
         self.status = status
 
 
-UNUSABLE = (
+UNUSABLE = (  # what a bad configuration or a bad connection raises
     urllib3.exceptions.HTTPError,
     OSError,
     ValueError,
@@ -189,7 +187,7 @@ class Api:
         """The JSON that the API server answers."""
         if method != "GET":
             query["fieldValidation"] = "Ignore"  # saves the server from decoding it twice
-        with self.open(method, path, body, timeout, **query) as response:
+        with self.open(method, path, body, timeout, query) as response:
             return json.loads(response.data)
 
     def watch(self, path: str, **query: Any) -> Iterator[dict]:
@@ -199,14 +197,14 @@ class Api:
         """
         query |= {"watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": WATCH_SECONDS}
         timeout = WATCH_SECONDS + REQUEST_SECONDS
-        with self.open("GET", path, None, timeout, **query) as response:
+        with self.open("GET", path, None, timeout, query) as response:
             yield {}
             for line in response:
                 yield json.loads(line)
 
-    @contextlib.contextmanager
+    @contextmanager
     def open(
-        self, method: str, path: str, body: dict | None, timeout: float, **query: Any
+        self, method: str, path: str, body: dict | None, timeout: float, query: dict
     ) -> Iterator[urllib3.BaseHTTPResponse]:
         """The response to a request that succeeded; failing to read it is an ApiError, too."""
         kind = "merge-patch+json" if method == "PATCH" else "json"
@@ -225,7 +223,7 @@ class Api:
                 preload_content=False,
             )
             status = response.status
-            with contextlib.closing(response):
+            with closing(response):
                 if status >= 300:
                     raise self.refusal(response)
                 yield response
@@ -241,7 +239,7 @@ class Api:
     def refusal(self, response: urllib3.BaseHTTPResponse) -> ApiError:
         self.must_connect |= response.status == 401
         text = response.data.decode(errors="replace")
-        with contextlib.suppress(ValueError, KeyError, TypeError):
+        with suppress(ValueError, KeyError, TypeError):
             text = json.loads(text)["message"]
         return ApiError(response.status, text or f"HTTP status {response.status}")
 
@@ -267,9 +265,12 @@ PAGE_ITEMS = 100  # of a list
 
 
 class Reflector:
-    """A cache of one resource that follows the API server."""
+    """A cache of one resource that follows the API server.
 
-    RESOURCE = ""
+    Each kind has a method changed(old, new), which queues the keys that a change concerns; None
+    stands for what is not there.
+    """
+
     QUERY = {}
 
     def __init__(self, operator: Operator, namespace: str) -> None:
@@ -280,21 +281,17 @@ class Reflector:
         self.groups = defaultdict(dict)  # by group, then by key
         self.filled = threading.Event()
 
-    def keep(self, obj: dict, old: Any) -> Any:
+    def keep(self, obj: dict) -> Any:
         """What the cache keeps of an object."""
         obj["metadata"].pop("managedFields", None)
         for part in ("spec", "status"):
             if not isinstance(obj.get(part), dict):  # a lax CRD may allow anything
                 obj[part] = {}
-        return lean(obj)
+        return obj
 
     def group_of(self, item: Any) -> Hashable:
-        """What an item can be found by, besides its key."""
-        return None
-
-    def changed(self, old: Any, new: Any) -> None:
-        """Queue the keys that a change concerns; None stands for what is not there."""
-        raise NotImplementedError
+        """What an item can be found by, besides its key; not None."""
+        return ""
 
     def get(self, key: Key) -> Any:
         return self.items.get(key)
@@ -308,13 +305,16 @@ class Reflector:
     def run(self) -> None:
         version, failures = "", 0
         while not self.operator.stop.is_set():
+            since, version = version, ""
+            failures += 1
             try:
-                version = self.follow(version or self.fill())
+                version = self.follow(since or self.fill())
                 failures = 0
-            except Exception as error:
-                version = ""
-                failures += 1
-                self.failed(error)
+            except ApiError as error:
+                if error.status not in (404, 410):  # which only ask for a new list
+                    self.operator.fault(self.name, str(error))
+            except Exception:
+                log.exception("%s: bug in the watch loop", self.name)
             # a pause even if all is well: some proxies end each watch at once
             self.operator.stop.wait(backoff(failures, RECONNECT_SECONDS))
 
@@ -328,11 +328,13 @@ class Reflector:
             try:
                 page = self.operator.api.request("GET", self.path, **query)
             except ApiError as error:
-                if error.status == 404:  # the CRD is gone, and all SchedExts with it
-                    self.update(dict.fromkeys(self.items))
-                raise
+                if error.status != 404:
+                    raise
+                self.update(dict.fromkeys(self.items))  # the CRD is gone, and all SchedExts with it
+                hint = "install the CRD with 'kubectl apply -f install.yaml'"
+                raise ApiError(0, f"the API server has no {self.name}: {hint}") from None
             for obj in page.get("items") or ():
-                items[key_of(obj)] = self.keep(obj, self.get(key_of(obj)))
+                items[key_of(obj)] = self.keep(obj)
             more = query["continue"] = page["metadata"].get("continue")
         self.update(items)
         self.filled.set()
@@ -360,47 +362,29 @@ class Reflector:
         if kind == "ERROR":
             raise ApiError(obj.get("code", 0), obj.get("message", "the watch failed"))
         if kind != "BOOKMARK":
-            key = key_of(obj)
-            self.update({key: None if kind == "DELETED" else self.keep(obj, self.get(key))})
+            self.update({key_of(obj): None if kind == "DELETED" else self.keep(obj)})
         return obj["metadata"]["resourceVersion"]
 
     def update(self, items: dict) -> None:
         """Put all of them (None: it is gone), then tell: nobody works on half a list."""
-        changes = [(self.get(key), item) for key, item in items.items()]
-        for key, item in items.items():
-            self.put(key, item)
-        for old, new in changes:
+        changes = [(key, self.get(key), item) for key, item in items.items()]
+        for change in changes:
+            self.put(*change)
+        for _, old, new in changes:
             if old != new:
                 self.changed(old, new)
 
-    def put(self, key: Key, item: Any) -> None:
+    def put(self, key: Key, old: Any, new: Any) -> None:
         """Add before removing: at any moment, a reader finds the old item or the new one."""
-        old = self.items.pop(key, None) if item is None else self.get(key)
-        if item:
-            self.items[key] = self.groups[self.group_of(item)][key] = item
-        if old and not (item and self.group_of(item) == self.group_of(old)):
-            group = self.groups[self.group_of(old)]
-            del group[key]
-            if not group:
-                del self.groups[self.group_of(old)]
-
-    def failed(self, error: Exception) -> None:
-        if not isinstance(error, ApiError):
-            log.error("%s: bug in the watch loop", self.name, exc_info=error)
-        elif error.status == 404:
-            hint = "install the CRD with 'kubectl apply -f install.yaml'"
-            self.operator.fault(self.name, f"the API server has no {self.name}: {hint}")
-        elif error.status != 410:  # which only says that the version is too old
-            self.operator.fault(self.name, str(error))
-
-
-def lean(value: Any) -> Any:
-    """The same value, its keys shared with the rest of the caches: that halves them."""
-    if isinstance(value, dict):
-        return {sys.intern(key): lean(field) for key, field in value.items()}
-    if isinstance(value, list):
-        return [lean(item) for item in value]
-    return value
+        former, group = (self.group_of(item) if item else None for item in (old, new))
+        if new:
+            self.items[key] = self.groups[group][key] = new
+        else:
+            self.items.pop(key, None)
+        if old and former != group:
+            del self.groups[former][key]
+            if not self.groups[former]:
+                del self.groups[former]
 
 
 class SchedExts(Reflector):
@@ -449,23 +433,24 @@ class Pod:
     """What is kept of a pod. It is up while all of sked's containers are ready."""
 
     def __init__(self, obj: dict, old: Pod | None) -> None:
-        meta, spec, status = obj["metadata"], obj["spec"], obj.get("status") or {}
+        meta, spec, status = obj["metadata"], obj["spec"], obj["status"]
         owner = controller_of(obj)
-        states = {c["name"]: c for c in status.get("containerStatuses") or ()}
-        ours = [states.get(c["name"], {}) for c in spec["containers"] if c["name"] in (SCX, PROBE)]
-        starts = [c["state"]["running"]["startedAt"] for c in ours if c.get("ready")]
+        containers = status.get("containerStatuses", ())
+        ours = {c["name"]: c for c in containers if c["name"] in (SCX, PROBE)}
+        running = [c["state"].get("running") for c in ours.values() if c["ready"]]
+        starts = [state["startedAt"] for state in running if state]
         self.owner = (meta["namespace"], owner.get("name", ""))
         self.daemonset = owner.get("uid", "")
         self.name = meta["name"]
         self.node = spec.get("nodeName") or target_node(spec)
-        self.revision = meta.get("labels", {}).get("controller-revision-hash")  # of the template
-        self.template = meta.get("labels", {}).get("pod-template-generation")
+        self.revision = meta["labels"].get("controller-revision-hash")
+        self.template = meta["labels"].get("pod-template-generation")  # that it was made from
         self.leaving = "deletionTimestamp" in meta
         # when it came up, by the node's clock and by ours: None and infinite while it is not up
-        self.started = max(starts) if ours and len(starts) == len(ours) else None
+        self.started = max(starts) if starts and len(starts) == len(ours) else None
         self.since = up_since(self.started, old)
         # its last failure, even if it is up again
-        self.reason, self.message = pod_problem(meta, status, states)
+        self.reason, self.message = pod_problem(meta, status, ours)
 
     def __eq__(self, other: Any) -> bool:
         return isinstance(other, Pod) and vars(self) == vars(other)
@@ -487,32 +472,32 @@ class Pods(Reflector):
     RESOURCE = PODS
     QUERY = {"labelSelector": f"{LABEL}={OURS}"}
 
-    def keep(self, obj: dict, old: Pod | None) -> Pod:
-        return Pod(obj, old)
+    def keep(self, obj: dict) -> Pod:
+        return Pod(obj, self.get(key_of(obj)))
 
-    def group_of(self, pod: Pod) -> Key:
-        return pod.owner
+    def group_of(self, pod: Pod) -> str:
+        return pod.daemonset
 
     def changed(self, old: Pod | None, new: Pod | None) -> None:
         self.operator.queue.add((new or old).owner, GATHER_SECONDS)
 
 
 def up_since(started: str | None, old: Pod | None) -> float:
-    """When a pod came up, by time.monotonic().
+    """When a pod came up, by monotonic().
 
     If we saw it come up, that moment counts, because the node's clock may be wrong. If it was up
     before we looked, its own word counts, so that a restart of sked changes nothing.
     """
     if not started:
-        return math.inf
+        return inf
     if not old:
-        return time.monotonic() - max(0.0, seconds_since(started))
-    return old.since if old.started == started else time.monotonic()
+        return monotonic() - max(0.0, seconds_since(started))
+    return old.since if old.started == started else monotonic()
 
 
 def target_node(spec: dict) -> str:
     """The node that a DaemonSet's pod is meant for while it is not bound to it."""
-    with contextlib.suppress(KeyError, IndexError):
+    with suppress(KeyError, IndexError):
         rules = spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
         return rules["nodeSelectorTerms"][0]["matchFields"][0]["values"][0]
     return ""
@@ -567,8 +552,8 @@ def container_problem(container: dict) -> Problem:
 
 def last_end(container: dict) -> dict:
     """How a container ended, if it ever did."""
-    ends = [container.get(state, {}).get("terminated") for state in ("state", "lastState")]
-    return ends[0] or ends[1] or {}
+    states = container.get("lastState", {}) | container.get("state", {})
+    return states.get("terminated", {})
 
 
 def last_words(died: dict) -> str:
@@ -587,14 +572,14 @@ class WorkQueue:
         self.due = {}  # when, by key
         self.heap = []  # (when, key), the earliest first; stale unless when is due[key]
         self.busy = set()
-        self.failures = {}  # how many in a row, by key
+        self.failures = Counter()  # in a row, by key
         self.changed = threading.Condition()
 
     def add(self, key: Key, after: float = 0.0) -> None:
         """Work on a key in so many seconds, or sooner if it is due sooner."""
         with self.changed:
-            when = time.monotonic() + after
-            if when < self.due.get(key, math.inf):
+            when = monotonic() + after
+            if when < self.due.get(key, inf):
                 self.due[key] = when
                 self.offer(key)
 
@@ -604,27 +589,27 @@ class WorkQueue:
             self.changed.notify()
 
     def get(self, timeout: float) -> Key | None:
-        """A key that is due, or None after waiting for one."""
+        """A key that is due, or None if there is none yet, after waiting for a change."""
         with self.changed:
-            while self.heap and self.due.get(self.heap[0][1]) != self.heap[0][0]:
-                heapq.heappop(self.heap)
-            when, key = self.heap[0] if self.heap else (math.inf, None)
-            wait = when - time.monotonic()
+            when, key = self.heap[0] if self.heap else (inf, None)
+            wait = when - monotonic()
             if wait > 0:
                 self.changed.wait(min(wait, timeout))
                 return None
             heapq.heappop(self.heap)
+            if self.due.get(key) != when:
+                return None
             del self.due[key]
             self.busy.add(key)
             return key
 
     def succeeded(self, key: Key, look_again: float) -> None:
-        self.failures.pop(key, None)
+        del self.failures[key]
         self.done(key, look_again)
 
     def failed(self, key: Key) -> None:
         """Work on the key again, later each time."""
-        self.failures[key] = self.attempts(key) + 1
+        self.failures[key] += 1
         self.done(key, backoff(self.failures[key], RETRY_SECONDS))
 
     def done(self, key: Key, look_again: float) -> None:
@@ -635,7 +620,7 @@ class WorkQueue:
 
     def attempts(self, key: Key) -> int:
         """How often a key has failed in a row."""
-        return self.failures.get(key, 0)
+        return self.failures[key]
 
     def retry_now(self) -> None:
         """Work at once on all keys that failed, and count afresh."""
@@ -646,7 +631,7 @@ class WorkQueue:
     def depth(self) -> int:
         """How many keys wait for a worker."""
         with self.changed:
-            now = time.monotonic()
+            now = monotonic()
             return sum(when <= now for when in self.due.values())
 
     def wake(self) -> None:
@@ -679,20 +664,20 @@ class History:
 
     def __init__(self) -> None:
         self.asked = False  # for a DaemonSet
-        self.wrote_at = -math.inf
+        self.wrote_at = -inf
         self.generation = 0  # of the DaemonSet after our last write
         self.in_effect = 0  # the SchedExt's generation when its DaemonSet was last as wanted
         self.wanted = 0  # a hash of the DaemonSet that was wanted at our last write
-        self.repairs = {}  # since then, by deed: how many, and not before when
+        self.repairs = {}  # since then, by deed: how many in a row, and not before when
         self.counts = ()  # of the DaemonSet's pods
-        self.counts_since = -math.inf
+        self.counts_since = -inf
 
     def check_is_current(self, daemonset: dict) -> None:
         """Raise Blocked while the watch has not caught up with our own last write.
 
         After a minute we believe it: a cluster restored from a backup has older generations.
         """
-        is_recent = time.monotonic() < self.wrote_at + CATCH_UP_SECONDS
+        is_recent = monotonic() < self.wrote_at + CATCH_UP_SECONDS
         if is_recent and daemonset["metadata"]["generation"] < self.generation:
             raise Blocked("RollingOut", "waiting for the watch to catch up", GATHER_SECONDS)
 
@@ -702,7 +687,7 @@ class History:
         Somebody may want the DaemonSet that way for good: a controller, a webhook, a script. So
         each repair in a row waits longer, until none has been needed for a while.
         """
-        now, wanted = time.monotonic(), hash(json.dumps(want))
+        now, wanted = monotonic(), hash(json.dumps(want))
         if self.wanted != wanted:
             self.wanted = wanted
             self.repairs.clear()
@@ -719,19 +704,27 @@ class History:
         if now > not_before + BLOCKED_SECONDS:
             del self.repairs[deed]
 
-    def wrote(self, daemonset: dict, deed: str) -> int:
-        """Returns how often in a row."""
+    def wrote_status(self) -> None:
+        self.wrote_at = monotonic()
+
+    def wrote_daemonset(self, generation: int, deed: str) -> int:
+        """Returns how often in a row the same deed was undone."""
         times = self.repairs.get(deed, (0,))[0] + 1
-        self.wrote_at = time.monotonic()
-        self.generation = daemonset["metadata"]["generation"]
+        self.wrote_at = monotonic()
+        self.generation = generation
         self.repairs[deed] = times, self.wrote_at + backoff(times, RETRY_SECONDS)
         return times
 
+    def status_due_in(self) -> float:
+        """Seconds until the status may be written."""
+        return self.wrote_at + GATHER_SECONDS - monotonic()
+
     def steady_seconds(self, counts: tuple, is_known: bool) -> float:
         """For how long the counts have been the same; for ever if a former sked reported them."""
-        now = time.monotonic()
+        now = monotonic()
         if counts != self.counts:
-            self.counts_since = self.counts_since if is_known and not self.counts else now
+            if self.counts or not is_known:
+                self.counts_since = now
             self.counts = counts
         return now - self.counts_since
 
@@ -782,10 +775,10 @@ class Operator:
 
     def beat(self) -> None:
         """A sign of life of the thread that calls it."""
-        self.beats[threading.current_thread()] = time.monotonic()
+        self.beats[threading.current_thread()] = monotonic()
 
     def silent_threads(self) -> list[str]:
-        oldest = time.monotonic() - STUCK_SECONDS
+        oldest = monotonic() - STUCK_SECONDS
         beats = self.beats.copy().items()
         return sorted(t.name for t, beat in beats if beat < oldest or not t.is_alive())
 
@@ -813,7 +806,7 @@ class Operator:
 
     def process(self, key: Key) -> None:
         """Reconcile, and see to it that the key comes again: the one place where errors end."""
-        started, result = time.monotonic(), "success"
+        started, result = monotonic(), "success"
         try:
             self.queue.succeeded(key, self.reconcile(key))
         except Exception as error:
@@ -823,7 +816,7 @@ class Operator:
             elif not self.queue.attempts(key):
                 log.warning("%s/%s: %s; trying again", *key, error)
             self.queue.failed(key)
-        METRICS.reconciled(result, time.monotonic() - started)
+        METRICS.reconciled(result, monotonic() - started)
 
     def reconcile(self, key: Key) -> float:
         """Make the DaemonSet and the status of one SchedExt what they should be.
@@ -834,7 +827,7 @@ class Operator:
         schedext = self.schedexts.get(key)
         if not schedext or "deletionTimestamp" in schedext["metadata"]:
             self.histories.pop(key, None)  # the owner reference cleans up
-            return math.inf
+            return inf
         blocked = None
         try:
             if look_again := self.apply(key, schedext):
@@ -844,7 +837,7 @@ class Operator:
         view = self.look(key, schedext)
         status = build_status(view, blocked, timestamp())
         if status != schedext["status"]:
-            early = self.histories[key].wrote_at + GATHER_SECONDS - view.now
+            early = self.histories[key].status_due_in()
             if early > 0:
                 return early
             self.write_status(key, schedext, status)
@@ -859,7 +852,7 @@ class Operator:
             if not have and (schedext["status"] or history.asked):  # else the SchedExt is new
                 have = self.api.get(path_to(DAEMONSETS, *key))  # it may lack our label
                 if not have and not self.exists(schedext):
-                    return math.inf  # the watch will tell
+                    return inf  # the watch will tell
             if have:
                 check_control(schedext, have)
                 history.check_is_current(have)
@@ -887,7 +880,7 @@ class Operator:
     def patch(self, key: Key, schedext: dict, have: dict, want: dict) -> float:
         """Make the DaemonSet as wanted. Returns 0 if it is, else when to look again."""
         history, generation = self.histories[key], schedext["metadata"]["generation"]
-        target = park(want, have, self.pods_of(have))
+        target = park(want, have, self.pods.select(have["metadata"]["uid"]))
         fields = differences(target, have)
         if not fields:
             history.in_effect = generation
@@ -904,25 +897,21 @@ class Operator:
         done, deed = VERBS[method]
         history.check_pace(want, f"{deed} {what}")
         path = path_to(DAEMONSETS, *(key if method == "PATCH" else key[:1]))
-        times = history.wrote(self.write(method, path, body), f"{deed} {what}")
+        answer = self.write(method, path, body)
+        times = history.wrote_daemonset(answer["metadata"]["generation"], f"{deed} {what}")
         if times == 1:
             log.info("%s/%s: %s %s", *key, done, what)
         elif times == 3:  # the first time may have been our own wish
             log.warning("%s/%s: somebody keeps %s %s", *key, deed, what)
         return times
 
-    def pods_of(self, daemonset: dict) -> list[Pod]:
-        meta = daemonset["metadata"]
-        pods = self.pods.select((meta["namespace"], meta["name"]))
-        return [pod for pod in pods if pod.daemonset == meta["uid"]]
-
     def look(self, key: Key, schedext: dict) -> View:
         """What there is of a SchedExt now."""
-        now, daemonset = time.monotonic(), self.daemonsets.get(key)
-        if not daemonset or not controls(schedext, daemonset):
+        now, daemonset = monotonic(), self.daemonsets.get(key) or NO_DAEMONSET
+        if not controls(schedext, daemonset):
             daemonset = NO_DAEMONSET
         settle = max(SETTLE_SECONDS, daemonset["spec"].get("minReadySeconds", 0))
-        pods = self.pods_of(daemonset)
+        pods = self.pods.select(daemonset["metadata"]["uid"])
         failing = {pod.node for pod in pods if pod.fails(now, settle)}
         rivals = {
             other.node: "/".join(other.owner)
@@ -945,7 +934,7 @@ class Operator:
             if error.status in (404, 409):
                 return  # it went or changed: the watch will tell
             raise
-        self.histories[key].wrote_at = time.monotonic()
+        self.histories[key].wrote_status()
         ready = condition(status, "Ready")
         reason, message = ready["reason"], ready["message"]
         if reason == condition(schedext["status"], "Ready").get("reason"):
@@ -960,7 +949,7 @@ class Operator:
         """Send a Warning event. It may fail: the log and the status have it, too."""
         path = path_to(EVENTS, schedext["metadata"]["namespace"])
         event = build_event(schedext, reason, message, timestamp())
-        with contextlib.suppress(ApiError):
+        with suppress(ApiError):
             self.write("POST", path, event, EVENT_SECONDS)
 
     def write(self, method: str, path: str, body: dict, timeout: float = REQUEST_SECONDS) -> dict:
@@ -1003,14 +992,14 @@ def controls(schedext: dict, daemonset: dict) -> bool:
 def check_control(schedext: dict, daemonset: dict) -> None:
     """Raise Blocked if the DaemonSet is on its way out, or somebody else's."""
     namespace, name = key_of(schedext)
-    owner = controller_of(daemonset)
-    ours = controls(schedext, daemonset)
-    is_predecessors = not ours and (owner.get("kind"), owner.get("name")) == ("SchedExt", name)
-    if is_predecessors or "deletionTimestamp" in daemonset["metadata"]:
+    owner, meta = controller_of(daemonset), daemonset["metadata"]
+    is_leaving = "deletionTimestamp" in meta
+    if controls(schedext, daemonset) and not is_leaving:
+        return
+    if is_leaving or (owner.get("kind"), owner.get("name")) == ("SchedExt", name):
         raise Blocked("RollingOut", f"waiting until the old DaemonSet {name} is gone")
-    is_orphan = not owner and daemonset["metadata"].get("labels", {}).get(LABEL) == OURS
-    is_adoptable = is_orphan and daemonset["spec"]["selector"] == {"matchLabels": {"name": name}}
-    if not ours and not is_adoptable:
+    is_orphan = not owner and meta.get("labels", {}).get(LABEL) == OURS
+    if not is_orphan or daemonset["spec"]["selector"] != {"matchLabels": {"name": name}}:
         whose = f"belongs to {owner['kind']} {owner['name']}" if owner else "is not sked's"
         raise Blocked(
             "NameTaken",
@@ -1069,6 +1058,12 @@ securityContext:
   readOnlyRootFilesystem: true
   allowPrivilegeEscalation: false
   capabilities: {drop: [ALL]}
+args: null
+env: null
+resources: null
+imagePullPolicy: null
+terminationMessagePolicy: null
+volumeMounts: null
 """)
 
 
@@ -1091,7 +1086,15 @@ def owned_fields(schedext: dict, selectors: Iterable[Selector]) -> dict:
     name, get = meta["name"], spec.get
     volumes = {f"host-{n}": path for n, path in enumerate(get("hostPaths") or ())}
     suspended = {SUSPENDED: "true"} if get("suspend") else {}
-    probe_images = [get("probeImage")] if get("probeImage") else []
+    scx = {
+        "name": SCX,
+        "image": get("sched"),
+        "command": None,  # a changed one is drift
+        **{field: get(field) for field in CONTAINER_FIELDS},
+        "securityContext": {"privileged": True},
+        "volumeMounts": [{"name": n, "mountPath": path} for n, path in volumes.items()],
+    }
+    probe = PROBE_CONTAINER | {"image": get("probeImage")}
     owner = {
         "apiVersion": "sked.schedkit.io/v1",
         "kind": "SchedExt",
@@ -1117,10 +1120,7 @@ def owned_fields(schedext: dict, selectors: Iterable[Selector]) -> dict:
             "template": {
                 "metadata": {"labels": {"name": name, LABEL: OURS}},
                 "spec": {
-                    "containers": [
-                        build_scx(spec, volumes),
-                        *[PROBE_CONTAINER | {"image": image} for image in probe_images],
-                    ],
+                    "containers": [scx, probe] if get("probeImage") else [scx],
                     "nodeSelector": (get("nodeSelector") or {}) | suspended,
                     "affinity": node_affinity(selector_of(schedext), selectors),
                     "tolerations": get("tolerations"),
@@ -1145,17 +1145,6 @@ def check_spec(schedext: dict) -> None:
     for field, (shape, words) in SHAPES.items():
         if not isinstance(spec.get(field), (shape, type(None))):
             raise InvalidSpec(f"spec.{field} must be {words}")
-
-
-def build_scx(spec: dict, volumes: dict[str, str]) -> dict:
-    """The container of the scheduler."""
-    return {
-        "name": SCX,
-        "image": spec["sched"],
-        **{field: spec.get(field) for field in CONTAINER_FIELDS},
-        "securityContext": {"privileged": True},
-        "volumeMounts": [{"name": n, "mountPath": path} for n, path in volumes.items()],
-    }
 
 
 def without_unset(value: Any) -> Any:
@@ -1203,7 +1192,7 @@ def owned(want: dict, have: dict, place: str = "") -> Iterator[tuple[str, str, A
         elif name == "containers":
             there = {c["name"]: with_pull_policy(c) for c in theirs or ()}
             yield place, name, sorted(c["name"] for c in mine), sorted(there)
-            for c in map(complete, mine):
+            for c in map(with_pull_policy, mine):
                 yield from owned(c, there.get(c["name"], {}), f"{place}{name}.{c['name']}.")
         elif name == "ownerReferences":
             yield place, name, mine, [owner for owner in theirs or () if owner in mine]
@@ -1219,23 +1208,16 @@ def plain(path: str, value: Any) -> Any:
         fields = {name: plain(f"{path}.{name}", field) for name, field in value.items()}
         value = {name: field for name, field in fields.items() if field is not None}
     elif path.startswith(AMOUNTS):
-        with contextlib.suppress(ValueError):  # the API server will refuse it
-            value = math.ceil(1000 * parse_quantity(str(value)))  # it makes 500m of 0.5
+        with suppress(ValueError):  # the API server will refuse it
+            value = ceil(1000 * parse_quantity(str(value)))  # it makes 500m of 0.5
     return None if value in BLANK or value == DEFAULTS.get(path) else value
-
-
-def complete(container: dict) -> dict:
-    """One of our containers with all the fields that sked owns, even in the privileged one."""
-    return with_pull_policy(
-        dict.fromkeys(("command", "volumeMounts", *CONTAINER_FIELDS)) | container
-    )
 
 
 def with_pull_policy(container: dict) -> dict:
     """The API server picks a policy by the image's tag."""
     name, digest, _ = container["image"].rpartition("/")[2].partition("@")
-    tag = name.partition(":")[2]
-    policy = "Always" if tag == "latest" or not (tag or digest) else "IfNotPresent"
+    tag = name.partition(":")[2] or digest or "latest"
+    policy = "Always" if tag == "latest" else "IfNotPresent"
     return container | {"imagePullPolicy": container.get("imagePullPolicy") or policy}
 
 
@@ -1267,7 +1249,7 @@ def merge_patch(field: str, have: Any, want: Any) -> Any:
     """The JSON merge patch for a field: null removes, and what sked does not own stays."""
     if field == "containers":  # a patch replaces the whole list
         there = {c["name"]: c for c in have}
-        merged = [there.get(c["name"], {}) | complete(c) for c in want]
+        merged = [there.get(c["name"], {}) | with_pull_policy(c) for c in want]
         return [{name: c[name] for name in c if c[name] is not None} for c in merged]
     if not isinstance(have, dict) or not isinstance(want, dict):
         return want
@@ -1283,10 +1265,10 @@ PLACEMENT = {"spec.template.spec.nodeSelector", "spec.template.spec.affinity"}
 
 def selector_of(schedext: dict) -> Selector:
     """Empty if nodeSelector is not a map, which a lax CRD may allow."""
-    spec = schedext.get("spec")
-    pairs = spec.get("nodeSelector") if isinstance(spec, dict) else None
-    items = pairs.items() if isinstance(pairs, dict) else ()
-    return frozenset((key, str(value)) for key, value in items)
+    with suppress(KeyError, TypeError, AttributeError):
+        pairs = schedext["spec"]["nodeSelector"].items()
+        return frozenset((key, str(value)) for key, value in pairs)
+    return frozenset()
 
 
 def node_affinity(mine: Selector, others: Iterable[Selector]) -> dict | None:
@@ -1314,11 +1296,12 @@ def node_affinity(mine: Selector, others: Iterable[Selector]) -> dict | None:
 
 def not_in(pairs: Selector) -> dict:
     """The affinity term for nodes that have none of the pairs."""
-    by_key = itertools.groupby(sorted(pairs), key=lambda pair: pair[0])
+    values = defaultdict(list)
+    for key, value in sorted(pairs):
+        values[key].append(value)
     return {
         "matchExpressions": [
-            {"key": key, "operator": "NotIn", "values": [value for _, value in group]}
-            for key, group in by_key
+            {"key": key, "operator": "NotIn", "values": values[key]} for key in values
         ]
     }
 
@@ -1332,10 +1315,8 @@ def park(want: dict, have: dict, pods: list[Pod]) -> dict:
     run. It stays parked as long as that is what they should run, whatever the nodes are doing.
     Otherwise the wanted strategy comes back, and all pods follow.
     """
-    if parked_as(have):
-        parks = parked_as(have) == fingerprint(want, have)
-    else:
-        parks = only_moves(want, have, pods)
+    parked = parked_as(have)
+    parks = parked == fingerprint(want, have) if parked else only_moves(want, have, pods)
     if not parks:
         return want
     return want | {
@@ -1380,8 +1361,7 @@ def annotation(obj: dict, name: str) -> str | None:
 
 def is_observed(daemonset: dict) -> bool:
     """Whether its status speaks of its current spec."""
-    seen = daemonset["status"].get("observedGeneration", 0)
-    return seen == daemonset["metadata"]["generation"]
+    return daemonset["status"].get("observedGeneration") == daemonset["metadata"]["generation"]
 
 
 def count(daemonset: dict, pods: str) -> int:
@@ -1395,7 +1375,7 @@ SETTLE_SECONDS = 10.0  # a scheduler that cannot attach is Ready for 2 s at ever
 MAX_FAILURES = 10  # listed in a status
 STALLING = ("NameTaken", "Rejected")  # reasons that do not go away by waiting
 NO_DAEMONSET = {
-    "metadata": {"namespace": "", "name": "", "uid": None, "generation": 1},
+    "metadata": {"uid": None, "generation": 1},
     "spec": {},
     "status": {},
 }
@@ -1422,7 +1402,7 @@ class View(NamedTuple):
 
 def build_status(view: View, blocked: Blocked | None, now: str) -> dict:
     """The status of a SchedExt."""
-    schedext, generation = view.schedext, view.schedext["metadata"]["generation"]
+    old, generation = view.schedext["status"], view.schedext["metadata"]["generation"]
     failures = build_failures(view)
     nodes = count_nodes(view, len(failures))
     if blocked:
@@ -1432,10 +1412,9 @@ def build_status(view: View, blocked: Blocked | None, now: str) -> dict:
     states = {"Ready": str(reason in ("AllReady", "Suspended"))}
     if reason in STALLING:
         states["Stalled"] = "True"  # else GitOps tools would wait for ever
-    old = schedext["status"].get("conditions", ())
-    conditions = [c for c in old if c["type"] not in ("Ready", "Stalled")]
+    conditions = [c for c in old.get("conditions", ()) if c["type"] not in ("Ready", "Stalled")]
     for kind, state in states.items():
-        before = condition(schedext["status"], kind)
+        before = condition(old, kind)
         moved = before.get("status") != state
         conditions.append(
             {
@@ -1469,8 +1448,9 @@ def build_failures(view: View) -> list[dict]:
                 f"the scheduler of SchedExt {view.rivals[pod.node]} runs here, "
                 f"and a kernel attaches one at a time; {message}"
             )
-        failure = {"node": pod.node, "pod": pod.name, "reason": reason, "message": message[:1000]}
-        failures.append(failure)
+        failures.append(
+            {"node": pod.node, "pod": pod.name, "reason": reason, "message": message[:1000]}
+        )
     return failures
 
 
@@ -1495,7 +1475,7 @@ def ready_reason(view: View, nodes: dict, failures: list[dict]) -> Problem:
     if view.schedext["spec"].get("suspend"):
         left = len(view.pods) or view.daemonset["status"].get("numberMisscheduled", 0)
         if left:
-            return "RollingOut", f"suspended; waiting for {left} pods to end"
+            return "RollingOut", f"suspended; pods that have not ended yet: {left}"
         return "Suspended", "it runs on no node; set spec.suspend to false to resume"
     if not desired:
         pairs = ",".join("=".join(pair) for pair in sorted(selector_of(view.schedext)))
@@ -1515,7 +1495,7 @@ def failing_message(view: View, nodes: dict, failures: list[dict]) -> str:
     namespace, name = key_of(view.schedext)
     if failures:
         return message + "{node}: {reason}: {message}".format(**failures[0])
-    message += f"{view.lacking()} of them have no pod: see "
+    message += f"{view.lacking()} without a pod: see "
     message += f"'kubectl describe daemonset -n {namespace} {name}'"
     if not view.pods:
         message += (
@@ -1529,7 +1509,7 @@ def rolling_message(view: View, nodes: dict) -> str:
     namespace, name = key_of(view.schedext)
     message = "ready on {ready} of {desired} nodes, updated on {updated}".format(**nodes)
     strategy = view.daemonset["spec"].get("updateStrategy", {}).get("type")
-    if any(0 < pod.settles_in(view.now, view.settle) < math.inf for pod in view.staying()):
+    if any(0 < pod.settles_in(view.now, view.settle) < inf for pod in view.staying()):
         message += f"; waiting to see them stay up for {view.settle:.0f} s"
     elif strategy == "OnDelete" and nodes["updated"] < nodes["desired"]:
         command = f"kubectl delete pod -n {namespace} -l name={name}"
@@ -1546,7 +1526,7 @@ def changes_in(view: View, blocked: Blocked | None) -> float:
         waits.append(SETTLE_SECONDS - view.steady)
     if any(pod.reason for pod in view.pods):
         waits.append(BLOCKED_SECONDS)  # another scheduler may have left the node
-    return min((wait for wait in waits if wait > 0), default=math.inf)
+    return min((wait for wait in waits if wait > 0), default=inf)
 
 
 # ---------------------------------------------------------------- the lease
@@ -1568,12 +1548,12 @@ class Elector:
         self.new_lease = {"metadata": {"name": LEASE_NAME, "namespace": namespace}}
         self.lease = self.new_lease  # as seen last
         self.is_current = False  # nobody can have changed it since, as far as we know
-        self.seen = -math.inf  # when the lease was seen to change
-        self.renewed = -math.inf  # when we asked for what we hold
+        self.seen = -inf  # when the lease was seen to change
+        self.renewed = -inf  # when we asked for what we hold
         self.has_led = False
 
     def leads(self) -> bool:
-        return time.monotonic() < self.renewed + RENEW_DEADLINE_SECONDS
+        return monotonic() < self.renewed + RENEW_DEADLINE_SECONDS
 
     def check(self) -> None:
         """Before each write: a leader that was held up for too long must not write any more."""
@@ -1603,12 +1583,15 @@ class Elector:
     def take(self) -> None:
         """Take or renew the lease if it is free or ours."""
         if not self.is_current or not self.leads():
-            self.look()
-        asked = time.monotonic()
+            lease = self.api.get(self.path, timeout=RENEW_REQUEST_SECONDS) or self.new_lease
+            if lease != self.lease:
+                self.lease = lease
+                self.seen = monotonic()
+        asked = monotonic()
         spec, now = self.lease.get("spec") or {}, timestamp("microseconds")
         holder = spec.get("holderIdentity")
         if holder != self.identity:
-            self.renewed = -math.inf
+            self.renewed = -inf
             if holder and asked < self.seen + spec.get("leaseDurationSeconds", LEASE_SECONDS):
                 return
             transitions = spec.get("leaseTransitions", -1) + 1
@@ -1618,12 +1601,6 @@ class Elector:
         self.is_current = True
         self.renewed = asked
 
-    def look(self) -> None:
-        lease = self.api.get(self.path, timeout=RENEW_REQUEST_SECONDS) or self.new_lease
-        if lease != self.lease:
-            self.lease = lease
-            self.seen = time.monotonic()
-
     def put(self, spec: dict, timeout: float) -> None:
         """PUT also creates a Lease; its resourceVersion makes it a compare-and-swap."""
         self.lease = self.api.request("PUT", self.path, self.lease | {"spec": spec}, timeout)
@@ -1632,21 +1609,21 @@ class Elector:
         """Let another one lead at once."""
         if self.leads():
             spec = self.lease["spec"] | {"holderIdentity": "", "leaseDurationSeconds": 1}
-            with contextlib.suppress(ApiError):
+            with suppress(ApiError):
                 self.put(spec, timeout=0.6)
 
 
 # ---------------------------------------------------------------- health and metrics
 
-METRICS_HELP = {  # kind and meaning, by name
-    "controller_runtime_reconcile_total": ("counter", "Passes over a SchedExt, by result."),
-    "controller_runtime_reconcile_time_seconds": ("histogram", "Duration of such a pass."),
-    "rest_client_requests_total": ("counter", "Requests to the API server, by HTTP status."),
-    "workqueue_depth": ("gauge", "SchedExts that wait for a worker."),
-    "leader_election_master_status": ("gauge", "1 if this replica works, 0 if it stands by."),
-    "sked_schedext_nodes": ("gauge", "Nodes of each SchedExt that is not suspended, by state."),
-    "sked_build_info": ("gauge", "The version of sked."),
-}
+METRICS_HELP = """
+controller_runtime_reconcile_total counter Passes over a SchedExt, by result.
+controller_runtime_reconcile_time_seconds histogram Duration of such a pass.
+rest_client_requests_total counter Requests to the API server, by HTTP status (0: no answer).
+workqueue_depth gauge SchedExts that wait for a worker.
+leader_election_master_status gauge 1 if this replica works, 0 if it stands by.
+sked_schedext_nodes gauge Nodes of each SchedExt that is not suspended, by state.
+sked_build_info gauge The version of sked.
+"""
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, "+Inf")
 MAX_CONNECTIONS = 64  # to each of our own HTTP servers
 
@@ -1680,29 +1657,14 @@ class Metrics:
         with self.lock:
             samples = self.samples | gauges
         lines = []
-        for name, (kind, meaning) in METRICS_HELP.items():
+        for line in METRICS_HELP.strip().splitlines():
+            name, kind, meaning = line.split(" ", 2)
             lines += [f"# HELP {name} {meaning}", f"# TYPE {name} {kind}"]
             lines += [f"{s} {float(samples[s])}" for s in samples if s.startswith(name)]
         return "\n".join(lines)
 
 
 METRICS = Metrics()
-
-
-def gauges(operator: Operator) -> dict[str, float]:
-    """What is measured when somebody asks."""
-    found = {
-        'workqueue_depth{name="schedext"}': operator.queue.depth(),
-        f'leader_election_master_status{{name="{LEASE_NAME}"}}': operator.leads(),
-        f'sked_build_info{{version="{__version__}"}}': 1,
-    }
-    for schedext in operator.schedexts.all():
-        namespace, name = key_of(schedext)
-        if not schedext["spec"].get("suspend"):  # else an alert would say that it runs nowhere
-            for state, nodes in schedext["status"].get("nodes", {}).items():
-                labels = f'namespace="{namespace}",name="{name}",state="{state}"'
-                found[f"sked_schedext_nodes{{{labels}}}"] = nodes
-    return found
 
 
 @functools.lru_cache(100)
@@ -1718,9 +1680,8 @@ def review(api: Api, authorization: str, minute: int) -> int:
     answer = api.request("POST", path, {"spec": {"token": token}}, timeout=5)["status"]
     if not answer.get("authenticated"):
         return 401
-    user = answer["user"]
-    spec = {field: user.get(field) for field in ("uid", "groups", "extra")}
-    spec["user"] = user.get("username")
+    spec = answer["user"]  # it has uid, groups and extra, as they are asked for below
+    spec["user"] = spec.pop("username")
     spec["nonResourceAttributes"] = {"path": "/metrics", "verb": "get"}
     path = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
     answer = api.request("POST", path, {"spec": spec}, timeout=5)["status"]
@@ -1739,12 +1700,24 @@ def readyz(operator: Operator, authorization: str) -> Page:
 
 
 def metrics(operator: Operator, authorization: str) -> Page:
-    return 200, METRICS.text(gauges(operator))
+    """What was counted, and what is measured when somebody asks."""
+    gauges = {
+        'workqueue_depth{name="schedext"}': operator.queue.depth(),
+        f'leader_election_master_status{{name="{LEASE_NAME}"}}': operator.leads(),
+        f'sked_build_info{{version="{__version__}"}}': 1,
+    }
+    for schedext in operator.schedexts.all():
+        namespace, name = key_of(schedext)
+        if not schedext["spec"].get("suspend"):  # else an alert would say that it runs nowhere
+            for state, nodes in schedext["status"].get("nodes", {}).items():
+                labels = f'namespace="{namespace}",name="{name}",state="{state}"'
+                gauges[f"sked_schedext_nodes{{{labels}}}"] = nodes
+    return 200, METRICS.text(gauges)
 
 
 def secure_metrics(operator: Operator, authorization: str) -> Page:
     try:
-        status = review(operator.api, authorization, int(time.monotonic() // 60))
+        status = review(operator.api, authorization, int(monotonic() // 60))
     except ApiError as error:
         return 503, str(error)
     if status != 200:
@@ -1785,7 +1758,7 @@ class Server(http.server.ThreadingHTTPServer):
         self.operator = operator
         self.pages = pages
         self.certificate = certificate  # the directory of tls.crt and tls.key
-        self.held = {}  # the connections, the oldest first
+        self.held = []  # the connections, the oldest first
         try:
             super().__init__((host.strip("[]"), int(port)), Handler)
         except OSError as error:
@@ -1802,15 +1775,14 @@ class Server(http.server.ThreadingHTTPServer):
     def process_request(self, request: socket.socket, client_address: Any) -> None:
         """Answer in a thread of its own. If there are too many, the oldest has to go."""
         if len(self.held) >= MAX_CONNECTIONS:
-            oldest = next(iter(self.held))
-            self.held.pop(oldest, None)
-            with contextlib.suppress(OSError):
-                oldest.shutdown(socket.SHUT_RDWR)
-        self.held[request] = None
+            with suppress(OSError):
+                self.held.pop(0).shutdown(socket.SHUT_RDWR)
+        self.held.append(request)
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: socket.socket) -> None:
-        self.held.pop(request, None)
+        with suppress(ValueError):  # if it had to go
+            self.held.remove(request)
         super().shutdown_request(request)
 
     def handle_error(self, *_: Any) -> None:
@@ -1851,11 +1823,10 @@ def load_configuration(path: str | None, context: str | None) -> Configuration:
     if not path and not context and "KUBERNETES_SERVICE_HOST" in os.environ:
         kubeconfig.load_incluster_config(configuration)
         return configuration
-    paths = map(os.path.expanduser, (path or "~/.kube/config").split(os.pathsep))
-    files = [file for file in paths if os.path.exists(file)]
+    path = path or "~/.kube/config"
+    files = [f for f in map(os.path.expanduser, path.split(os.pathsep)) if os.path.exists(f)]
     if not files:
-        where = path or "~/.kube/config"
-        raise ValueError(f"no kubeconfig at {where}: name one with --kubeconfig or $KUBECONFIG")
+        raise ValueError(f"no kubeconfig at {path}: name one with --kubeconfig or $KUBECONFIG")
     for file in files:  # as for kubectl, the first one that names a context decides
         with open(file) as stream:
             content = yaml.safe_load(stream) or {}
@@ -1889,7 +1860,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("sked", description=description, allow_abbrev=False)
     flag = parser.add_argument
     switch = {"nargs": "?", "const": True, "type": go_bool, "metavar": "BOOL"}
-    levels = ("debug", "info", "warning", "error")
     flag("--kubeconfig", metavar="FILE", help="else $KUBECONFIG, the pod's own, ~/.kube/config")
     flag("--context", help="the context of the kubeconfig to use")
     flag("--namespace", default="", help="watch this namespace only")
@@ -1922,7 +1892,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="of tls.crt and tls.key for the metrics; else self-signed",
     )
     flag("--enable-http2", default=False, help="must be false", **switch)
-    flag("--log-level", default="info", choices=levels, help="how much to say (default: info)")
+    flag(
+        "--log-level",
+        default="info",
+        choices=("debug", "info", "warning", "error"),
+        help="how much to say (default: info)",
+    )
     for name in ("devel", "encoder", "log-level", "stacktrace-level", "time-encoding"):
         flag(f"--zap-{name}", nargs="?", help=argparse.SUPPRESS)  # the Go operator's
     flag("--version", action="version", version=__version__)
@@ -1933,13 +1908,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def lease_namespace(flag: str | None) -> str:
-    account = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
-    if not flag and os.path.exists(account):
-        with open(account) as file:
+    if flag:
+        return flag
+    try:
+        with open("/var/run/secrets/kubernetes.io/serviceaccount/namespace") as file:
             return file.read().strip()
-    if not flag:
-        raise ValueError("--leader-elect needs --leader-election-namespace outside a cluster")
-    return flag
+    except FileNotFoundError:
+        message = "--leader-elect needs --leader-election-namespace outside a cluster"
+        raise ValueError(message) from None
 
 
 def serve(args: argparse.Namespace, operator: Operator) -> None:
@@ -1949,13 +1925,11 @@ def serve(args: argparse.Namespace, operator: Operator) -> None:
         Server(args.health_probe_bind_address, operator, pages)
     if args.metrics_bind_address == "0":
         return
+    page, certificate = metrics, ""
     if args.metrics_secure:
-        certificate = args.metrics_cert_dir or self_signed()
+        page, certificate = secure_metrics, args.metrics_cert_dir or self_signed()
         server_tls(certificate)  # so that a bad one shows at the start
-        pages = {"/metrics": secure_metrics}
-        Server(args.metrics_bind_address, operator, pages, certificate)
-    else:
-        Server(args.metrics_bind_address, operator, {"/metrics": metrics})
+    Server(args.metrics_bind_address, operator, {"/metrics": page}, certificate)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -1995,7 +1969,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             with open(0 if args.render == "-" else args.render) as stream:
                 print(render(stream), end="")
-    except (OSError, ValueError, yaml.YAMLError, kubeconfig.ConfigException) as error:
+    except UNUSABLE as error:
         print("sked:", " ".join(str(error).split()), file=sys.stderr)
         return 1
     return 0
