@@ -5,16 +5,16 @@
 
 The operator is in the middle of this file: reconcile, the DaemonSet, what differs, placement,
 status. Around it stands what controller-runtime gives a Go operator: the API client, watching, the
-queue, the lease, metrics. That part is written by hand because what the kubernetes package offers
-for it costs up to 30 MiB, drops fields it does not know, and loses errors of watches and leases.
+queue, the lease, metrics. That part is written by hand because the kubernetes package's own costs
+up to 30 MiB, rejects fields it does not know, and loses errors of watches and leases.
 
 Throughout this file:
     schedext   a SchedExt, as the plain dict that the API returns
     daemonset  a DaemonSet, likewise
-    pod        the few facts that are kept of a scheduler's pod
+    pod        the few facts that sked keeps about a scheduler's pod
     key        (namespace, name) of a SchedExt, and so of its DaemonSet
-    selector   the pairs of a nodeSelector, as a set: of two that nest, the larger wins
-    parked     of a DaemonSet: it was moved to other nodes, and no pod need restart for that
+    selector   the pairs of a nodeSelector, as a set. If one contains another, the larger wins
+    parked     a DaemonSet that only moved to other nodes, so its pods need not restart
 
 Three rules keep it simple:
     Only keys travel through the queue. reconcile reads the caches and never asks what woke it.
@@ -67,14 +67,14 @@ __version__ = "1.2.0"
 Key = tuple[str, str]
 Selector = frozenset[tuple[str, str]]
 
-GATHER_SECONDS = 1.0  # changes are gathered, and a SchedExt's status is written at most this often
-BLOCKED_SECONDS = 60.0  # until another look at what somebody else has to change
+GATHER_SECONDS = 1.0  # changes are collected for this long; a status is written at most this often
+BLOCKED_SECONDS = 60.0  # before another look at what somebody else has to change
 
 log = logging.getLogger("sked")
 
 
 def backoff(failures: int, most: float) -> float:
-    """Seconds to wait after so many failures in a row: 1, 2, 4, ...; half a second after none."""
+    """Seconds to wait after so many failures in a row: about 1, 2, 4, ...; after none, half."""
     return min(most, 2.0 ** min(failures - 1, 20)) * random.uniform(0.75, 1.0)
 
 
@@ -89,6 +89,11 @@ def seconds_since(stamp: str) -> float:
 
 def key_of(obj: dict) -> Key:
     return obj["metadata"]["namespace"], obj["metadata"]["name"]
+
+
+def controller_of(obj: dict) -> dict:
+    owners = obj["metadata"].get("ownerReferences") or ()
+    return next((owner for owner in owners if owner.get("controller")), {})
 
 
 def spawn(run: Callable[[], Any], name: str) -> threading.Thread:
@@ -106,8 +111,8 @@ EVENTS = "/api/v1{}/events"
 LEASES = "/apis/coordination.k8s.io/v1{}/leases"
 
 CONNECT_SECONDS = 10.0
-REQUEST_SECONDS = 30.0  # the API server takes no longer for anything but a watch
-WATCH_SECONDS = 240  # then the API server ends a watch
+REQUEST_SECONDS = 30.0  # only a watch takes the API server longer
+WATCH_SECONDS = 240  # after this the API server ends a watch
 POOL_CONNECTIONS = 12  # one for each thread that may talk to the API server
 
 
@@ -152,7 +157,7 @@ class Api:
             manager.connection_pool_kw.pop(option, None)  # else each connection loads them again
         self.host = self.configuration.host.rstrip("/")
         self.manager = manager
-        self.must_connect = False  # again: our credentials or certificates are out of date
+        self.must_connect = False  # True once our credentials or certificates are out of date
 
     def authorization(self) -> dict:
         """The header that says who we are. It may change: a file or a plugin renews the token."""
@@ -164,7 +169,7 @@ class Api:
                 return {"Authorization": setting["value"]}
             if self.host.startswith("https:") and not self.configuration.cert_file:
                 self.must_connect = True
-                raise ValueError("the kubeconfig gives no credentials; does its plugin fail?")
+                raise ValueError("the kubeconfig gives no credentials; is its plugin failing?")
             return {}
 
     def get(self, path: str, timeout: float = REQUEST_SECONDS) -> dict | None:
@@ -191,9 +196,9 @@ class Api:
             return json.loads(response.data)
 
     def watch(self, path: str, **query: Any) -> Iterator[dict]:
-        """The events of a watch, after an empty one that says it is open.
+        """The events of a watch. The first one is empty and says that the watch is open.
 
-        Only what goes wrong in here is an ApiError: what the caller does with an event is not.
+        Errors in here become an ApiError; errors in the caller's loop do not.
         """
         query |= {"watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": WATCH_SECONDS}
         timeout = WATCH_SECONDS + REQUEST_SECONDS
@@ -206,7 +211,7 @@ class Api:
     def open(
         self, method: str, path: str, body: dict | None, timeout: float, query: dict
     ) -> Iterator[urllib3.BaseHTTPResponse]:
-        """The response to a request that succeeded; failing to read it is an ApiError, too."""
+        """The response to a successful request. An error while reading it is an ApiError, too."""
         kind = "merge-patch+json" if method == "PATCH" else "json"
         headers = {"Content-Type": f"application/{kind}", "User-Agent": f"sked/{__version__}"}
         status = 0
@@ -229,15 +234,19 @@ class Api:
                 yield response
         except UNUSABLE as error:
             status = 0
-            self.must_connect |= isinstance(error, urllib3.exceptions.SSLError)
-            cause = str(error).rpartition(": ")[2].partition(" (")[0]  # the rest is urllib3's
+            cause = str(error)
+            if isinstance(error, urllib3.exceptions.HTTPError):
+                cause = cause.rpartition(": ")[2].partition(" (")[0]  # the rest is urllib3's
+            if isinstance(error, urllib3.exceptions.SSLError):
+                self.must_connect = True
             message = f"no usable answer from the API server at {self.host}: {cause}"
             raise ApiError(0, message) from error
         finally:
             METRICS.requested(method, status)
 
     def refusal(self, response: urllib3.BaseHTTPResponse) -> ApiError:
-        self.must_connect |= response.status == 401
+        if response.status == 401:
+            self.must_connect = True
         text = response.data.decode(errors="replace")
         with suppress(ValueError, KeyError, TypeError):
             text = json.loads(text)["message"]
@@ -245,8 +254,7 @@ class Api:
 
 
 def client_tls(configuration: Configuration) -> ssl.SSLContext:
-    """One context for all connections. It loads the certificates once: doing so at each connect
-    crashes Python."""
+    """One context for all connections: loading the certificates for each one crashes Python."""
     context = ssl.create_default_context(cafile=configuration.ssl_ca_cert)
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # it refuses some hosted clusters
     if not configuration.verify_ssl:
@@ -259,7 +267,7 @@ def client_tls(configuration: Configuration) -> ssl.SSLContext:
 
 # ---------------------------------------------------------------- watching
 
-LABEL, OURS = "managed-by", "sked-controller"  # on every DaemonSet and pod of sked's
+LABEL, OURS = "managed-by", "sked-controller"  # on every DaemonSet and pod that sked makes
 RECONNECT_SECONDS = 8.0  # at most: we are back within 10 s of the API server's return
 PAGE_ITEMS = 100  # of a list
 
@@ -267,8 +275,8 @@ PAGE_ITEMS = 100  # of a list
 class Reflector:
     """A cache of one resource that follows the API server.
 
-    Each kind has a method changed(old, new), which queues the keys that a change concerns; None
-    stands for what is not there.
+    Each kind has a method changed(old, new), which queues the keys that a change concerns. None
+    means that there is no object.
     """
 
     QUERY = {}
@@ -280,6 +288,7 @@ class Reflector:
         self.items = {}  # by key
         self.groups = defaultdict(dict)  # by group, then by key
         self.filled = threading.Event()
+        self.failures = 0  # in a row
 
     def keep(self, obj: dict) -> Any:
         """What the cache keeps of an object."""
@@ -290,7 +299,7 @@ class Reflector:
         return obj
 
     def group_of(self, item: Any) -> Hashable:
-        """What an item can be found by, besides its key; not None."""
+        """What else an item can be looked up by; never None, which stands for no item."""
         return ""
 
     def get(self, key: Key) -> Any:
@@ -303,20 +312,19 @@ class Reflector:
         return list(self.groups.get(group, {}).values())
 
     def run(self) -> None:
-        version, failures = "", 0
+        version = ""
         while not self.operator.stop.is_set():
-            since, version = version, ""
-            failures += 1
+            since, version = version, ""  # after a failure, list again
+            self.failures += 1
             try:
                 version = self.follow(since or self.fill())
-                failures = 0
             except ApiError as error:
-                if error.status not in (404, 410):  # which only ask for a new list
+                if error.status not in (404, 410):  # which only mean: list again
                     self.operator.fault(self.name, str(error))
             except Exception:
                 log.exception("%s: bug in the watch loop", self.name)
             # a pause even if all is well: some proxies end each watch at once
-            self.operator.stop.wait(backoff(failures, RECONNECT_SECONDS))
+            self.operator.stop.wait(backoff(self.failures, RECONNECT_SECONDS))
 
     def fill(self) -> str:
         """List everything into the cache. Returns the version to watch from."""
@@ -334,7 +342,7 @@ class Reflector:
                 hint = "install the CRD with 'kubectl apply -f install.yaml'"
                 raise ApiError(0, f"the API server has no {self.name}: {hint}") from None
             for obj in page.get("items") or ():
-                items[key_of(obj)] = self.keep(obj)
+                items[key_of(obj)] = self.take_in(obj)
             more = query["continue"] = page["metadata"].get("continue")
         self.update(items)
         self.filled.set()
@@ -353,6 +361,7 @@ class Reflector:
             if event:
                 last = self.handle(event)
             else:
+                self.failures = 0
                 self.operator.recovered(self.name)
         return last
 
@@ -362,21 +371,30 @@ class Reflector:
         if kind == "ERROR":
             raise ApiError(obj.get("code", 0), obj.get("message", "the watch failed"))
         if kind != "BOOKMARK":
-            self.update({key_of(obj): None if kind == "DELETED" else self.keep(obj)})
+            self.update({key_of(obj): None if kind == "DELETED" else self.take_in(obj)})
         return obj["metadata"]["resourceVersion"]
 
+    def take_in(self, obj: dict) -> Any:
+        """What to keep of an object. A bug with one of them must not stop the others."""
+        try:
+            return self.keep(obj)
+        except Exception:
+            log.exception("%s: bug with %s/%s", self.name, *key_of(obj))
+            return self.get(key_of(obj))
+
     def update(self, items: dict) -> None:
-        """Put all of them (None: it is gone), then tell: nobody works on half a list."""
+        """Store all of them (None: deleted), then queue what changed."""
         changes = [(key, self.get(key), item) for key, item in items.items()]
-        for change in changes:
+        for change in sorted(changes, key=lambda change: change[2] is None):  # removals last
             self.put(*change)
         for _, old, new in changes:
             if old != new:
                 self.changed(old, new)
 
     def put(self, key: Key, old: Any, new: Any) -> None:
-        """Add before removing: at any moment, a reader finds the old item or the new one."""
-        former, group = (self.group_of(item) if item else None for item in (old, new))
+        """Add before removing, so that a reader always finds the old item or the new one."""
+        former = None if old is None else self.group_of(old)
+        group = None if new is None else self.group_of(new)
         if new:
             self.items[key] = self.groups[group][key] = new
         else:
@@ -397,12 +415,14 @@ class SchedExts(Reflector):
         return list(self.groups)
 
     def changed(self, old: dict | None, new: dict | None) -> None:
-        """A SchedExt concerns itself and, if its selector is news, those that yield to it."""
+        """Queue the SchedExt and, if its selector is new or gone, those that yield to it."""
         self.operator.queue.add(key_of(new or old))
         selectors = {selector_of(schedext) for schedext in (old, new) if schedext}
-        if not self.filled.is_set() or (old and new and len(selectors) == 1):
-            return  # the first list queues everything anyway
-        # A winner that comes should find the kernel free; the pods of one that goes need a moment.
+        if not self.filled.is_set():
+            return  # the first list queues everything
+        if old and new and len(selectors) == 1:
+            return  # nobody else is concerned
+        # A new winner should find the kernel free. The pods of one that leaves need a moment.
         after = 0.0 if new else GATHER_SECONDS
         for loser in self.selectors():
             if any(loser < selector for selector in selectors):
@@ -415,8 +435,8 @@ class DaemonSets(Reflector):
     QUERY = {"labelSelector": f"{LABEL}={OURS}"}
 
     def changed(self, old: dict | None, new: dict | None) -> None:
-        """Drift is undone at once. Everything else can wait, deletion included: the deletion of
-        its SchedExt may not have reached the watch yet."""
+        """Undo drift at once. Everything else can wait, deletion included: its SchedExt may be
+        gone, too, and the watch not know yet."""
         is_edit = old and new and old["metadata"]["generation"] < new["metadata"]["generation"]
         self.operator.queue.add(key_of(new or old), 0.0 if is_edit else GATHER_SECONDS)
 
@@ -424,7 +444,8 @@ class DaemonSets(Reflector):
 # ---------------------------------------------------------------- pods
 
 SCX, PROBE = "scx", "probe"  # the containers that sked puts into a pod
-CRASHED = "CrashLoopBackOff"
+CRASHED = "CrashLoopBackOff"  # also of a container that is up again after a crash
+SETTLE_SECONDS = 10.0  # because a scheduler that cannot attach is Ready for 2 s at every try
 
 Problem = tuple[str, str]  # reason and message; empty if there is none
 
@@ -437,14 +458,14 @@ class Pod:
         owner = controller_of(obj)
         containers = status.get("containerStatuses", ())
         ours = {c["name"]: c for c in containers if c["name"] in (SCX, PROBE)}
-        running = [c["state"].get("running") for c in ours.values() if c["ready"]]
-        starts = [state["startedAt"] for state in running if state]
-        self.owner = (meta["namespace"], owner.get("name", ""))
+        running = [c["state"].get("running", {}) for c in ours.values() if c["ready"]]
+        starts = [state["startedAt"] for state in running if state.get("startedAt")]
+        self.owner = (meta["namespace"], owner.get("name", ""))  # whom to wake
         self.daemonset = owner.get("uid", "")
         self.name = meta["name"]
         self.node = spec.get("nodeName") or target_node(spec)
         self.revision = meta["labels"].get("controller-revision-hash")
-        self.template = meta["labels"].get("pod-template-generation")  # that it was made from
+        self.template = meta["labels"].get("pod-template-generation")  # it was made from
         self.leaving = "deletionTimestamp" in meta
         # when it came up, by the node's clock and by ours: None and infinite while it is not up
         self.started = max(starts) if starts and len(starts) == len(ours) else None
@@ -486,7 +507,7 @@ def up_since(started: str | None, old: Pod | None) -> float:
     """When a pod came up, by monotonic().
 
     If we saw it come up, that moment counts, because the node's clock may be wrong. If it was up
-    before we looked, its own word counts, so that a restart of sked changes nothing.
+    before we looked, the node's timestamp counts, so that a restart of sked changes nothing.
     """
     if not started:
         return inf
@@ -496,7 +517,7 @@ def up_since(started: str | None, old: Pod | None) -> float:
 
 
 def target_node(spec: dict) -> str:
-    """The node that a DaemonSet's pod is meant for while it is not bound to it."""
+    """The node that a DaemonSet's pod is meant for before it is bound."""
     with suppress(KeyError, IndexError):
         rules = spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
         return rules["nodeSelectorTerms"][0]["matchFields"][0]["values"][0]
@@ -506,31 +527,41 @@ def target_node(spec: dict) -> str:
 def pod_problem(meta: dict, status: dict, containers: dict[str, dict]) -> Problem:
     """What is wrong with a pod, or was before its containers restarted."""
     scx, probe = containers.get(SCX, {}), containers.get(PROBE, {})
-    logs = f"see 'kubectl logs -n {meta['namespace']} {meta['name']}"
+    logs = f"kubectl logs -n {meta['namespace']} {meta['name']}"
     if status.get("phase") == "Failed" and status.get("reason"):
         return status["reason"], status.get("message", "")
-    reason, message = container_problem(scx)
-    if reason == CRASHED:
-        message += f"; {logs}{' --previous' if scx.get('restartCount') else ''}'"
-    if not reason or outlived(scx, probe):
-        reason, message = container_problem(probe)
-        if reason == CRASHED and last_end(probe).get("exitCode") == 1:  # it is the probe's verdict
-            return "NotAttached", f"{last_words(last_end(probe))}; {logs}'"
-        if reason:
-            message = f"the probe does not run: {message}; spec.probeImage needs sh and grep"
     for condition in status.get("conditions") or ():
         if condition.get("reason") == "Unschedulable":
             return "Unschedulable", condition.get("message", "")
-    return reason, message
+    # The scheduler comes first, unless its failure is older than the probe's.
+    reason, message = container_problem(scx)
+    if reason and not outlived(scx, probe):
+        if reason == CRASHED:
+            logs += " --previous" if scx.get("restartCount") else ""
+            message += f"; see '{logs}'"
+        return reason, message
+    return probe_problem(probe, logs)
+
+
+def probe_problem(container: dict, logs: str) -> Problem:
+    """The probe ends with exit code 1 to say that no scheduler is attached."""
+    reason, message = container_problem(container)
+    died = last_end(container)
+    if reason == CRASHED and died.get("exitCode") == 1:
+        return "NotAttached", f"{last_words(died) or 'no scheduler is attached'}; see '{logs}'"
+    if reason == CRASHED:
+        message += "; spec.probeImage needs sh and grep"
+    return reason, message and f"the probe is not running: {message}"
 
 
 def outlived(scx: dict, probe: dict) -> bool:
-    """Whether the scheduler had been up for a while when the probe ended: whatever happened to it
-    before is an old story then."""
-    running, died = scx["state"].get("running"), last_end(probe)
-    if not running or not died:
+    """Whether the scheduler had been up for a while when the probe ended, so that an earlier crash
+    no longer matters."""
+    started = scx["state"].get("running", {}).get("startedAt")
+    ended = last_end(probe).get("finishedAt")  # null if the kubelet lost the container
+    if not started or not ended:
         return False
-    return seconds_since(running["startedAt"]) > seconds_since(died["finishedAt"]) + SETTLE_SECONDS
+    return seconds_since(started) > seconds_since(ended) + SETTLE_SECONDS
 
 
 def container_problem(container: dict) -> Problem:
@@ -562,11 +593,11 @@ def last_words(died: dict) -> str:
 
 # ---------------------------------------------------------------- the queue
 
-RETRY_SECONDS = 300.0  # at most, between two tries of what fails or is undone again and again
+RETRY_SECONDS = 300.0  # the longest wait before retrying what fails or keeps being undone
 
 
 class WorkQueue:
-    """Keys to work on: each waits at most once, and never goes to two workers at a time."""
+    """Keys to work on. A key is queued at most once, and only one worker has it at a time."""
 
     def __init__(self) -> None:
         self.due = {}  # when, by key
@@ -581,15 +612,12 @@ class WorkQueue:
             when = monotonic() + after
             if when < self.due.get(key, inf):
                 self.due[key] = when
-                self.offer(key)
-
-    def offer(self, key: Key) -> None:
-        if key in self.due and key not in self.busy:
-            heapq.heappush(self.heap, (self.due[key], key))
-            self.changed.notify()
+                if key not in self.busy:
+                    heapq.heappush(self.heap, (when, key))
+                    self.changed.notify()
 
     def get(self, timeout: float) -> Key | None:
-        """A key that is due, or None if there is none yet, after waiting for a change."""
+        """A key that is due. None if there is none: then it has waited for a change."""
         with self.changed:
             when, key = self.heap[0] if self.heap else (inf, None)
             wait = when - monotonic()
@@ -604,7 +632,7 @@ class WorkQueue:
             return key
 
     def succeeded(self, key: Key, look_again: float) -> None:
-        del self.failures[key]
+        self.failures.pop(key, None)
         self.done(key, look_again)
 
     def failed(self, key: Key) -> None:
@@ -615,8 +643,8 @@ class WorkQueue:
     def done(self, key: Key, look_again: float) -> None:
         with self.changed:
             self.busy.remove(key)
-            self.add(key, look_again)
-            self.offer(key)  # it may have been added meanwhile
+            added = self.due.pop(key, inf)  # while a worker had it
+            self.add(key, min(look_again, added - monotonic()))
 
     def attempts(self, key: Key) -> int:
         """How often a key has failed in a row."""
@@ -635,7 +663,7 @@ class WorkQueue:
             return sum(when <= now for when in self.due.values())
 
     def wake(self) -> None:
-        """Let everyone who waits for a key look up."""
+        """Wake everyone who waits for a key."""
         with self.changed:
             self.changed.notify_all()
 
@@ -643,11 +671,14 @@ class WorkQueue:
 # ---------------------------------------------------------------- reconcile
 
 WORKERS = 4  # enough to hide the API server's latency
-STUCK_SECONDS = 360.0  # a thread that shows no sign of life for this long hangs
+STUCK_SECONDS = 360.0  # a thread that shows no sign of life for this long is stuck
 CATCH_UP_SECONDS = 60.0  # at most, until the watch shows what we wrote
 EVENT_SECONDS = 2.0  # an event may hold up a worker for this long
 LASTING = 4  # after more failures in a row, the status reports even what may be transient
-VERBS = {"POST": ("created", "deleting"), "PATCH": ("patched", "changing")}  # our deed, and theirs
+VERBS = {
+    "POST": ("created", "deleting"),
+    "PATCH": ("patched", "changing"),
+}  # what we do, and what somebody did
 
 
 class Blocked(Exception):
@@ -660,15 +691,16 @@ class Blocked(Exception):
 
 
 class History:
-    """What sked did for one SchedExt, and saw of it. A restart may forget it."""
+    """What sked did and saw for one SchedExt. It may be lost in a restart."""
 
     def __init__(self) -> None:
-        self.asked = False  # for a DaemonSet
-        self.wrote_at = -inf
-        self.generation = 0  # of the DaemonSet after our last write
+        self.asked = False  # for a DaemonSet: if the name is taken, it exists without our label
+        self.status_after = -inf  # when the next status may be written
+        self.applied_at = -inf  # when we last wrote the DaemonSet
+        self.uid, self.generation = "", 0  # that it had then
         self.in_effect = 0  # the SchedExt's generation when its DaemonSet was last as wanted
         self.wanted = 0  # a hash of the DaemonSet that was wanted at our last write
-        self.repairs = {}  # since then, by deed: how many in a row, and not before when
+        self.repairs = {}  # since then, by deed: how often in a row, and when the next one may be
         self.counts = ()  # of the DaemonSet's pods
         self.counts_since = -inf
 
@@ -677,53 +709,52 @@ class History:
 
         After a minute we believe it: a cluster restored from a backup has older generations.
         """
-        is_recent = monotonic() < self.wrote_at + CATCH_UP_SECONDS
-        if is_recent and daemonset["metadata"]["generation"] < self.generation:
+        meta, is_recent = daemonset["metadata"], monotonic() < self.applied_at + CATCH_UP_SECONDS
+        if is_recent and meta["uid"] == self.uid and meta["generation"] < self.generation:
             raise Blocked("RollingOut", "waiting for the watch to catch up", GATHER_SECONDS)
 
     def check_pace(self, want: dict, deed: str) -> None:
-        """Raise Blocked if it is too soon to undo the same deed again.
+        """Before a write: raise Blocked if it is too soon to undo the same deed again.
 
         Somebody may want the DaemonSet that way for good: a controller, a webhook, a script. So
         each repair in a row waits longer, until none has been needed for a while.
         """
+        self.asked = True
         now, wanted = monotonic(), hash(json.dumps(want))
         if self.wanted != wanted:
             self.wanted = wanted
             self.repairs.clear()
         times, not_before = self.repairs.get(deed, (0, now))
         if now < not_before:
-            namespace, name = key_of(want)
-            raise Blocked(
-                "RollingOut",
-                f"somebody keeps {deed}: sked has put it right {times} times in a row, and waits "
-                f"longer each time; 'kubectl get daemonset -n {namespace} {name} -o yaml "
-                "--show-managed-fields' may show who it is",
-                not_before - now,
-            )
+            message = f"somebody keeps {deed}; sked has set it right {times} times in a row, and "
+            message += "waits longer each time"
+            raise Blocked("RollingOut", message, not_before - now)
         if now > not_before + BLOCKED_SECONDS:
             del self.repairs[deed]
 
-    def wrote_status(self) -> None:
-        self.wrote_at = monotonic()
-
-    def wrote_daemonset(self, generation: int, deed: str) -> int:
+    def wrote_daemonset(self, daemonset: dict, deed: str) -> int:
         """Returns how often in a row the same deed was undone."""
         times = self.repairs.get(deed, (0,))[0] + 1
-        self.wrote_at = monotonic()
-        self.generation = generation
-        self.repairs[deed] = times, self.wrote_at + backoff(times, RETRY_SECONDS)
+        self.applied_at = monotonic()
+        self.uid = daemonset["metadata"]["uid"]
+        self.generation = daemonset["metadata"]["generation"]
+        self.repairs[deed] = times, self.applied_at + backoff(times, RETRY_SECONDS)
+        self.wrote_status()
         return times
+
+    def wrote_status(self) -> None:
+        """The next write is at least a second away, whatever this one wrote."""
+        self.status_after = monotonic() + GATHER_SECONDS
 
     def status_due_in(self) -> float:
         """Seconds until the status may be written."""
-        return self.wrote_at + GATHER_SECONDS - monotonic()
+        return self.status_after - monotonic()
 
     def steady_seconds(self, counts: tuple, is_known: bool) -> float:
-        """For how long the counts have been the same; for ever if a former sked reported them."""
+        """How long the counts have been the same; infinite if a former sked reported them."""
         now = monotonic()
         if counts != self.counts:
-            if self.counts or not is_known:
+            if self.counts or not is_known:  # at the first look, there are none yet
                 self.counts_since = now
             self.counts = counts
         return now - self.counts_since
@@ -759,7 +790,7 @@ class Operator:
         self.workers = [spawn(self.work, f"worker-{n}") for n in range(WORKERS)]
 
     def finish(self) -> bool:
-        """Wait a moment for the workers; returns whether all of them have ended."""
+        """Give the workers a moment. Returns whether all of them have ended."""
         for reflector in self.reflectors:
             reflector.filled.set()  # they may be waiting for it
         for worker in self.workers:
@@ -783,14 +814,17 @@ class Operator:
         return sorted(t.name for t, beat in beats if beat < oldest or not t.is_alive())
 
     def fault(self, who: str, message: str) -> None:
-        """Log what keeps somebody from the API server, once."""
+        """Log what keeps somebody from the API server, unless somebody has just logged the same."""
         with self.lock:
             if message not in self.faults.values():
                 log.warning("%s; trying again", message)
             self.faults[who] = message
 
     def recovered(self, who: str) -> None:
-        """When the last fault is over, everything that failed is tried again at once."""
+        """When the last fault is over, everything that failed is tried again at once.
+
+        A leader may have lost its lease by then, and exited.
+        """
         with self.lock:
             if self.faults.pop(who, None) and not self.faults:
                 log.info("the API server answers again")
@@ -805,7 +839,7 @@ class Operator:
                 self.process(key)
 
     def process(self, key: Key) -> None:
-        """Reconcile, and see to it that the key comes again: the one place where errors end."""
+        """Reconcile a key and queue it again. All errors end here."""
         started, result = monotonic(), "success"
         try:
             self.queue.succeeded(key, self.reconcile(key))
@@ -821,8 +855,8 @@ class Operator:
     def reconcile(self, key: Key) -> float:
         """Make the DaemonSet and the status of one SchedExt what they should be.
 
-        Writes at most once: the DaemonSet at once, the status not within a second of the last
-        write for that key. Returns the seconds until another look is due.
+        Writes the DaemonSet or the status, never both: the DaemonSet at once, the status not within
+        a second of the last write for that key. Returns the seconds until another look is due.
         """
         schedext = self.schedexts.get(key)
         if not schedext or "deletionTimestamp" in schedext["metadata"]:
@@ -830,7 +864,8 @@ class Operator:
             return inf
         blocked = None
         try:
-            if look_again := self.apply(key, schedext):
+            look_again = self.apply(key, schedext)
+            if look_again is not None:
                 return look_again
         except Blocked as error:
             blocked = error
@@ -843,8 +878,11 @@ class Operator:
             self.write_status(key, schedext, status)
         return max(GATHER_SECONDS, changes_in(view, blocked))
 
-    def apply(self, key: Key, schedext: dict) -> float:
-        """Create or patch the DaemonSet. Returns 0 if it is as wanted, else when to look again."""
+    def apply(self, key: Key, schedext: dict) -> float | None:
+        """Create or patch the DaemonSet.
+
+        Returns None if it is as wanted, else the seconds until another look.
+        """
         history = self.histories[key]
         try:
             want = owned_fields(schedext, self.schedexts.selectors())
@@ -852,12 +890,11 @@ class Operator:
             if not have and (schedext["status"] or history.asked):  # else the SchedExt is new
                 have = self.api.get(path_to(DAEMONSETS, *key))  # it may lack our label
                 if not have and not self.exists(schedext):
-                    return inf  # the watch will tell
+                    return inf  # the watch will tell us
             if have:
                 check_control(schedext, have)
                 history.check_is_current(have)
                 return self.patch(key, schedext, have, want)
-            history.asked = True
             self.write_daemonset(key, want, "POST", "the DaemonSet", without_unset(want))
             return GATHER_SECONDS
         except InvalidSpec as error:
@@ -866,25 +903,25 @@ class Operator:
             if error.status in (404, 409):
                 return GATHER_SECONDS  # the cache is behind
             if "is being terminated" in str(error):
-                return BLOCKED_SECONDS  # the namespace goes, and the SchedExt with it
+                return BLOCKED_SECONDS  # the namespace is being deleted, and the SchedExt with it
             if error.status in (400, 403, 422) or self.queue.attempts(key) > LASTING:
-                message = f"the API server refused the DaemonSet: {str(error)[:1000]}"
+                message = f"cannot write the DaemonSet: {str(error)[:1000]}"
                 raise Blocked("Rejected", message) from None
             raise
 
     def exists(self, schedext: dict) -> bool:
-        """Whether it still does: its deletion may not have reached the watch."""
+        """Whether it still exists: its deletion may not have reached the watch."""
         found = self.api.get(path_to(SCHEDEXTS, *key_of(schedext)))
         return bool(found) and found["metadata"]["uid"] == schedext["metadata"]["uid"]
 
-    def patch(self, key: Key, schedext: dict, have: dict, want: dict) -> float:
-        """Make the DaemonSet as wanted. Returns 0 if it is, else when to look again."""
+    def patch(self, key: Key, schedext: dict, have: dict, want: dict) -> float | None:
+        """Make the DaemonSet as wanted. Returns None if it is, else when to look again."""
         history, generation = self.histories[key], schedext["metadata"]["generation"]
         target = park(want, have, self.pods.select(have["metadata"]["uid"]))
         fields = differences(target, have)
         if not fields:
             history.in_effect = generation
-            return 0.0
+            return None
         what = f"{', '.join(fields)} of the DaemonSet"
         times = self.write_daemonset(key, want, "PATCH", what, daemonset_patch(target, have))
         if times == 1 and history.in_effect == generation and is_drift(fields):
@@ -892,13 +929,13 @@ class Operator:
         return GATHER_SECONDS
 
     def write_daemonset(self, key: Key, want: dict, method: str, what: str, body: dict) -> int:
-        """Create or patch it, at a pace; returns how often in a row the same was needed."""
+        """Create or patch it, at a pace. Returns how often in a row the same was needed."""
         history = self.histories[key]
         done, deed = VERBS[method]
         history.check_pace(want, f"{deed} {what}")
-        path = path_to(DAEMONSETS, *(key if method == "PATCH" else key[:1]))
-        answer = self.write(method, path, body)
-        times = history.wrote_daemonset(answer["metadata"]["generation"], f"{deed} {what}")
+        names = key if method == "PATCH" else key[:1]
+        answer = self.write(method, path_to(DAEMONSETS, *names), body)
+        times = history.wrote_daemonset(answer, f"{deed} {what}")
         if times == 1:
             log.info("%s/%s: %s %s", *key, done, what)
         elif times == 3:  # the first time may have been our own wish
@@ -906,7 +943,7 @@ class Operator:
         return times
 
     def look(self, key: Key, schedext: dict) -> View:
-        """What there is of a SchedExt now."""
+        """A snapshot of a SchedExt, its DaemonSet and its pods."""
         now, daemonset = monotonic(), self.daemonsets.get(key) or NO_DAEMONSET
         if not controls(schedext, daemonset):
             daemonset = NO_DAEMONSET
@@ -919,7 +956,7 @@ class Operator:
             if other.node in failing and other.owner != key
             if other.started and not other.fails(now, settle)
         }
-        counts = tuple(count(daemonset, pods) for pods in ("desired", "current", "updated"))
+        counts = tuple(count(daemonset, which) for which in ("desired", "current", "updated"))
         is_known = condition(schedext["status"], "Ready").get("reason") == "NodesFailing"
         steady = self.histories[key].steady_seconds(counts, is_known)
         return View(schedext, daemonset, pods, rivals, now, settle, steady)
@@ -932,7 +969,7 @@ class Operator:
             self.write("PATCH", path_to(SCHEDEXTS, *key, "status"), patch)
         except ApiError as error:
             if error.status in (404, 409):
-                return  # it went or changed: the watch will tell
+                return  # it was deleted or changed: the watch will tell us
             raise
         self.histories[key].wrote_status()
         ready = condition(status, "Ready")
@@ -946,14 +983,14 @@ class Operator:
             log.info("%s/%s: %s: %s", *key, reason, message)
 
     def tell(self, schedext: dict, reason: str, message: str) -> None:
-        """Send a Warning event. It may fail: the log and the status have it, too."""
+        """Send a Warning event. It may fail, because the log and the status say the same."""
         path = path_to(EVENTS, schedext["metadata"]["namespace"])
         event = build_event(schedext, reason, message, timestamp())
         with suppress(ApiError):
             self.write("POST", path, event, EVENT_SECONDS)
 
     def write(self, method: str, path: str, body: dict, timeout: float = REQUEST_SECONDS) -> dict:
-        """The answer to a write. A leader that lost its lease does not get that far."""
+        """The answer to a write. A leader that has lost its lease exits first."""
         if self.elector:
             self.elector.check()
         return self.api.request(method, path, body, timeout)
@@ -980,24 +1017,22 @@ def build_event(schedext: dict, reason: str, message: str, now: str) -> dict:
     }
 
 
-def controller_of(obj: dict) -> dict:
-    owners = obj["metadata"].get("ownerReferences") or ()
-    return next((owner for owner in owners if owner.get("controller")), {})
-
-
 def controls(schedext: dict, daemonset: dict) -> bool:
     return controller_of(daemonset).get("uid") == schedext["metadata"]["uid"]
 
 
 def check_control(schedext: dict, daemonset: dict) -> None:
-    """Raise Blocked if the DaemonSet is on its way out, or somebody else's."""
+    """Raise Blocked if the DaemonSet is being deleted, or belongs to somebody else.
+
+    One that has our label and no owner is adopted.
+    """
     namespace, name = key_of(schedext)
     owner, meta = controller_of(daemonset), daemonset["metadata"]
     is_leaving = "deletionTimestamp" in meta
     if controls(schedext, daemonset) and not is_leaving:
         return
     if is_leaving or (owner.get("kind"), owner.get("name")) == ("SchedExt", name):
-        raise Blocked("RollingOut", f"waiting until the old DaemonSet {name} is gone")
+        raise Blocked("RollingOut", f"waiting for the old DaemonSet {name} to be deleted")
     is_orphan = not owner and meta.get("labels", {}).get(LABEL) == OURS
     if not is_orphan or daemonset["spec"]["selector"] != {"matchLabels": {"name": name}}:
         whose = f"belongs to {owner['kind']} {owner['name']}" if owner else "is not sked's"
@@ -1068,13 +1103,13 @@ volumeMounts: null
 
 
 class InvalidSpec(ValueError):
-    """A SchedExt that makes no DaemonSet, and why."""
+    """A SchedExt that cannot become a DaemonSet, and why."""
 
 
 def build_daemonset(schedext: dict, yields_to: Iterable[dict] = ()) -> dict:
     """The DaemonSet of a SchedExt, kept off the nodes of the more specific ones in yields_to.
 
-    Raises InvalidSpec, a ValueError, if the SchedExt makes none.
+    Raises InvalidSpec, a ValueError, if there can be none.
     """
     return without_unset(owned_fields(schedext, map(selector_of, yields_to)))
 
@@ -1138,7 +1173,7 @@ def owned_fields(schedext: dict, selectors: Iterable[Selector]) -> dict:
 
 def check_spec(schedext: dict) -> None:
     meta, spec = schedext.get("metadata"), schedext.get("spec")
-    if not isinstance(meta, dict) or not meta.get("name"):
+    if not isinstance(meta, dict) or not isinstance(meta.get("name"), str):
         raise InvalidSpec("metadata.name is missing")
     if not isinstance(spec, dict) or not spec.get("sched"):
         raise InvalidSpec("spec.sched is missing: it names the image of a scheduler")
@@ -1148,7 +1183,7 @@ def check_spec(schedext: dict) -> None:
 
 
 def without_unset(value: Any) -> Any:
-    """The same without the fields that are not set."""
+    """A copy without the fields that are not set."""
     if isinstance(value, list):
         return [without_unset(item) for item in value]
     if isinstance(value, dict):
@@ -1159,7 +1194,13 @@ def without_unset(value: Any) -> Any:
 
 # ---------------------------------------------------------------- what differs
 
-SHARED = ("metadata", "labels", "annotations", "spec", "template")  # others set fields there, too
+SHARED = (
+    "metadata",
+    "labels",
+    "annotations",
+    "spec",
+    "template",
+)  # others may set fields in these, too
 BLANK = (None, "", [], {})
 DEFAULTS = {  # what the API server fills in, besides blanks
     "minReadySeconds": 0,
@@ -1175,7 +1216,7 @@ AMOUNTS = ("resources.", "env.valueFrom.resourceFieldRef.divisor")
 
 
 def differences(want: dict, have: dict) -> list[str]:
-    """The fields that sked owns and that are not as wanted. Others are none of its business."""
+    """The fields that sked owns and that are not as wanted. It ignores all others."""
     return [
         place + field
         for place, field, mine, theirs in owned(want, have)
@@ -1196,43 +1237,40 @@ def owned(want: dict, have: dict, place: str = "") -> Iterator[tuple[str, str, A
                 yield from owned(c, there.get(c["name"], {}), f"{place}{name}.{c['name']}.")
         elif name == "ownerReferences":
             yield place, name, mine, [owner for owner in theirs or () if owner in mine]
-        elif place:  # a list does not repeat the kind of its items
+        elif place:  # not apiVersion and kind, which listed objects lack
             yield place, name, mine, theirs
 
 
 def plain(path: str, value: Any) -> Any:
-    """A field in one spelling; None if it is blank or what the API server fills in."""
+    """A field in one spelling. None if it is blank or the API server's default."""
     if isinstance(value, list):
         value = [plain(path, item) for item in value]
     elif isinstance(value, dict) and path != "nodeSelector":  # whose values may be blank
         fields = {name: plain(f"{path}.{name}", field) for name, field in value.items()}
         value = {name: field for name, field in fields.items() if field is not None}
     elif path.startswith(AMOUNTS):
-        with suppress(ValueError):  # the API server will refuse it
+        with suppress(ValueError, ArithmeticError):  # the API server will refuse it
             value = ceil(1000 * parse_quantity(str(value)))  # it makes 500m of 0.5
     return None if value in BLANK or value == DEFAULTS.get(path) else value
 
 
 def with_pull_policy(container: dict) -> dict:
     """The API server picks a policy by the image's tag."""
-    name, digest, _ = container["image"].rpartition("/")[2].partition("@")
-    tag = name.partition(":")[2] or digest or "latest"
+    name, at, _ = container["image"].rpartition("/")[2].partition("@")
+    tag = name.partition(":")[2] or at or "latest"
     policy = "Always" if tag == "latest" else "IfNotPresent"
     return container | {"imagePullPolicy": container.get("imagePullPolicy") or policy}
 
 
 def is_drift(fields: list[str]) -> bool:
-    """Whether somebody else changed these fields of a DaemonSet that was as its SchedExt wants it.
-
-    Affinity, strategy and parking also change with the node pools.
-    """
+    """Whether any of these fields does not change with the node pools."""
     pools = ("spec.template.spec.affinity", "spec.updateStrategy", "metadata.annotations")
     return not all(field.startswith(pools) for field in fields)
 
 
-def daemonset_patch(want: dict, have: dict) -> dict:
-    """What makes a DaemonSet as wanted, and never another one that took its name."""
-    patch = {part: merge_patch(part, have[part], want[part]) for part in ("metadata", "spec")}
+def daemonset_patch(target: dict, have: dict) -> dict:
+    """The patch that makes a DaemonSet as wanted. It fails if another one took its name."""
+    patch = {part: merge_patch(part, have[part], target[part]) for part in ("metadata", "spec")}
     meta, seen = patch["metadata"], have["metadata"]
     meta["uid"] = seen["uid"]
     owners = seen.get("ownerReferences", [])
@@ -1240,14 +1278,14 @@ def daemonset_patch(want: dict, have: dict) -> dict:
     if ours not in owners:
         others = [owner for owner in owners if owner["uid"] != ours["uid"]]
         meta["ownerReferences"] = [*others, ours]
-    if ours not in owners or parked_as(want) != parked_as(have):
-        meta["resourceVersion"] = seen["resourceVersion"]  # it was decided on what was seen
+    if ours not in owners or parked_as(target) != parked_as(have):
+        meta["resourceVersion"] = seen["resourceVersion"]  # fail if it changed since we looked
     return patch
 
 
 def merge_patch(field: str, have: Any, want: Any) -> Any:
     """The JSON merge patch for a field: null removes, and what sked does not own stays."""
-    if field == "containers":  # a patch replaces the whole list
+    if field == "containers" and isinstance(want, list):  # a patch replaces the whole list
         there = {c["name"]: c for c in have}
         merged = [there.get(c["name"], {}) | with_pull_policy(c) for c in want]
         return [{name: c[name] for name in c if c[name] is not None} for c in merged]
@@ -1267,7 +1305,7 @@ def selector_of(schedext: dict) -> Selector:
     """Empty if nodeSelector is not a map, which a lax CRD may allow."""
     with suppress(KeyError, TypeError, AttributeError):
         pairs = schedext["spec"]["nodeSelector"].items()
-        return frozenset((key, str(value)) for key, value in pairs)
+        return frozenset((str(key), str(value)) for key, value in pairs)
     return frozenset()
 
 
@@ -1275,7 +1313,7 @@ def node_affinity(mine: Selector, others: Iterable[Selector]) -> dict | None:
     """What keeps a SchedExt off the nodes of the more specific ones.
 
     A node is not a winner's if it lacks one of the winner's extra pairs. So there is a term (terms
-    are ORed) for each way to choose one extra pair of every winner.
+    are ORed) for each way to pick one extra pair of every winner. A suspended winner counts, too.
     """
     winners = {other for other in others if other > mine}
     if not winners:
@@ -1286,9 +1324,9 @@ def node_affinity(mine: Selector, others: Iterable[Selector]) -> dict | None:
         terms = {term for term in terms if not any(wider < term for wider in terms)}
         if len(terms) > MAX_TERMS:
             raise InvalidSpec(
-                f"too many node pools: it takes more than {MAX_TERMS} affinity terms to yield to "
-                "the SchedExts with a more specific nodeSelector, so the DaemonSet stays as it is: "
-                "tell the pools apart by the values of one label"
+                "too many node pools: yielding to the SchedExts with a more specific nodeSelector "
+                f"takes more than {MAX_TERMS} affinity terms, so the DaemonSet stays as it is; "
+                "use one label with a different value for each pool"
             )
     rules = {"nodeSelectorTerms": [not_in(term) for term in sorted(terms, key=sorted)]}
     return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": rules}}
@@ -1307,7 +1345,7 @@ def not_in(pairs: Selector) -> dict:
 
 
 def park(want: dict, have: dict, pods: list[Pod]) -> dict:
-    """What to ask for: want, but parked if its pods need not restart.
+    """The DaemonSet to ask for: want, or want parked if its pods need not restart.
 
     A change of the placement only says who gets which node, so running pods need not follow it:
     the DaemonSet controller removes and adds them whatever the strategy. A parked DaemonSet
@@ -1315,8 +1353,13 @@ def park(want: dict, have: dict, pods: list[Pod]) -> dict:
     run. It stays parked as long as that is what they should run, whatever the nodes are doing.
     Otherwise the wanted strategy comes back, and all pods follow.
     """
-    parked = parked_as(have)
-    parks = parked == fingerprint(want, have) if parked else only_moves(want, have, pods)
+    staying = [pod for pod in pods if not pod.leaving]
+    news = {field for field in differences(want, have) if field.startswith("spec.template.")}
+    if parked_as(have):  # unless a pod was made from a template that somebody else had changed
+        is_spoilt = not news <= PLACEMENT and has_current(have, staying)
+        parks = parked_as(have) == fingerprint(want, have) and not is_spoilt
+    else:
+        parks = bool(news) and news <= PLACEMENT and is_rolled_out(have, staying)
     if not parks:
         return want
     return want | {
@@ -1325,18 +1368,27 @@ def park(want: dict, have: dict, pods: list[Pod]) -> dict:
     }
 
 
-def only_moves(want: dict, have: dict, pods: list[Pod]) -> bool:
-    """Whether all pods run what is wanted, and only the placement is new."""
-    news = {field for field in differences(want, have) if field.startswith("spec.template.")}
-    staying = [pod for pod in pods if not pod.leaving]
-    if not news or not news <= PLACEMENT or len({pod.revision for pod in staying}) != 1:
-        return False
-    if not is_observed(have):
+def is_rolled_out(daemonset: dict, staying: list[Pod]) -> bool:
+    """Whether all pods are of the current template, by the counts or by the pods themselves.
+
+    The counts may lag and leave out lost nodes; the watch of pods may hang. Raises Blocked while
+    the DaemonSet controller has not seen the last change.
+    """
+    if not staying and not count(daemonset, "current"):
+        return False  # nothing runs that could restart
+    if not is_observed(daemonset):
         raise Blocked("RollingOut", "waiting for the DaemonSet controller", GATHER_SECONDS)
-    # The counts may lag behind the nodes. A pod of the current template proves as much.
-    current = annotation(have, "deprecated.daemonset.template.generation")
-    is_complete = count(have, "updated") == count(have, "current")
-    return is_complete or current in [pod.template for pod in staying]
+    all_updated = count(daemonset, "updated") == count(daemonset, "current") > 0
+    if all_updated and not daemonset["status"].get("numberMisscheduled"):
+        return True
+    is_one_revision = len({pod.revision for pod in staying}) == 1
+    return is_one_revision and (all_updated or has_current(daemonset, staying))
+
+
+def has_current(daemonset: dict, pods: list[Pod]) -> bool:
+    """Whether a pod was made from the current template."""
+    current = annotation(daemonset, "deprecated.daemonset.template.generation")
+    return current in [pod.template for pod in pods]
 
 
 def fingerprint(want: dict, have: dict) -> str:
@@ -1360,21 +1412,20 @@ def annotation(obj: dict, name: str) -> str | None:
 
 
 def is_observed(daemonset: dict) -> bool:
-    """Whether its status speaks of its current spec."""
+    """Whether its status describes its current spec."""
     return daemonset["status"].get("observedGeneration") == daemonset["metadata"]["generation"]
 
 
-def count(daemonset: dict, pods: str) -> int:
+def count(daemonset: dict, which: str) -> int:
     """How many pods are 'desired', 'current' or 'updated'."""
-    return daemonset["status"].get(f"{pods}NumberScheduled", 0)
+    return daemonset["status"].get(f"{which}NumberScheduled", 0)
 
 
 # ---------------------------------------------------------------- status
 
-SETTLE_SECONDS = 10.0  # a scheduler that cannot attach is Ready for 2 s at every try
 MAX_FAILURES = 10  # listed in a status
-STALLING = ("NameTaken", "Rejected")  # reasons that do not go away by waiting
-NO_DAEMONSET = {
+STALLING = ("NameTaken", "Rejected")  # reasons that waiting does not fix
+NO_DAEMONSET = {  # never observed, so the status says RollingOut
     "metadata": {"uid": None, "generation": 1},
     "spec": {},
     "status": {},
@@ -1387,7 +1438,7 @@ class View(NamedTuple):
     schedext: dict
     daemonset: dict
     pods: list[Pod]
-    rivals: dict[str, str]  # nodes where its pod fails and another SchedExt's runs: whose
+    rivals: dict[str, str]  # by node where our pod fails: the SchedExt whose scheduler runs there
     now: float
     settle: float  # seconds that a pod must stay up before it counts as ready
     steady: float  # seconds for which the counts of the DaemonSet have been the same
@@ -1411,7 +1462,7 @@ def build_status(view: View, blocked: Blocked | None, now: str) -> dict:
         reason, message = ready_reason(view, nodes, failures)
     states = {"Ready": str(reason in ("AllReady", "Suspended"))}
     if reason in STALLING:
-        states["Stalled"] = "True"  # else GitOps tools would wait for ever
+        states["Stalled"] = "True"  # else GitOps tools would wait forever
     conditions = [c for c in old.get("conditions", ()) if c["type"] not in ("Ready", "Stalled")]
     for kind, state in states.items():
         before = condition(old, kind)
@@ -1456,12 +1507,13 @@ def build_failures(view: View) -> list[dict]:
 
 def count_nodes(view: View, failing: int) -> dict:
     """The DaemonSet says how many nodes there are; pods say who has settled and who fails."""
-    settled = sum(pod.settled(view.now, view.settle) for pod in view.staying())
+    waits = [pod.settles_in(view.now, view.settle) for pod in view.staying()]
+    settled, young = sum(wait <= 0 for wait in waits), sum(0 < wait < inf for wait in waits)
     if view.steady >= SETTLE_SECONDS:
         failing += view.lacking()
     return {
         "desired": count(view.daemonset, "desired"),
-        "ready": min(settled, view.daemonset["status"].get("numberReady", 0)),
+        "ready": min(settled, max(0, view.daemonset["status"].get("numberReady", 0) - young)),
         "updated": count(view.daemonset, "current" if parked_as(view.daemonset) else "updated"),
         "failing": failing,
     }
@@ -1476,7 +1528,7 @@ def ready_reason(view: View, nodes: dict, failures: list[dict]) -> Problem:
         left = len(view.pods) or view.daemonset["status"].get("numberMisscheduled", 0)
         if left:
             return "RollingOut", f"suspended; pods that have not ended yet: {left}"
-        return "Suspended", "it runs on no node; set spec.suspend to false to resume"
+        return "Suspended", "runs on no node; set spec.suspend to false to resume"
     if not desired:
         pairs = ",".join("=".join(pair) for pair in sorted(selector_of(view.schedext)))
         command = f"kubectl get nodes -l {pairs}" if pairs else "kubectl get nodes"
@@ -1499,7 +1551,7 @@ def failing_message(view: View, nodes: dict, failures: list[dict]) -> str:
     message += f"'kubectl describe daemonset -n {namespace} {name}'"
     if not view.pods:
         message += (
-            "; if its pods may not be privileged: 'kubectl label --overwrite namespace "
+            "; if the namespace forbids privileged pods, run 'kubectl label --overwrite namespace "
             f"{namespace} pod-security.kubernetes.io/enforce=privileged'"
         )
     return message
@@ -1511,7 +1563,7 @@ def rolling_message(view: View, nodes: dict) -> str:
     strategy = view.daemonset["spec"].get("updateStrategy", {}).get("type")
     if any(0 < pod.settles_in(view.now, view.settle) < inf for pod in view.staying()):
         message += f"; waiting to see them stay up for {view.settle:.0f} s"
-    elif strategy == "OnDelete" and nodes["updated"] < nodes["desired"]:
+    elif strategy == "OnDelete" and nodes["updated"] < count(view.daemonset, "current"):
         command = f"kubectl delete pod -n {namespace} -l name={name}"
         message += f"; updateStrategy is OnDelete: delete the old pods with '{command}'"
     return message
@@ -1535,11 +1587,11 @@ LEASE_NAME = "b4c95cb3.schedkit.io"  # the Go operator's, so that the two never 
 LEASE_SECONDS = 15
 RENEW_SECONDS = 2.0
 RENEW_REQUEST_SECONDS = 4.0
-RENEW_DEADLINE_SECONDS = 10.0  # a leader that has not renewed for so long stops
+RENEW_DEADLINE_SECONDS = 10.0  # a leader that has not renewed for this long exits
 
 
 class Elector:
-    """Holds the Lease. Somebody else's has expired if it has not changed for its duration."""
+    """Holds the Lease. Another's has expired if we have not seen it change for its duration."""
 
     def __init__(self, api: Api, namespace: str) -> None:
         self.api = api
@@ -1547,18 +1599,18 @@ class Elector:
         self.identity = f"{socket.gethostname()}_{uuid.uuid4()}"
         self.new_lease = {"metadata": {"name": LEASE_NAME, "namespace": namespace}}
         self.lease = self.new_lease  # as seen last
-        self.is_current = False  # nobody can have changed it since, as far as we know
+        self.is_current = False  # whether our copy is the newest, as far as we know
         self.seen = -inf  # when the lease was seen to change
-        self.renewed = -inf  # when we asked for what we hold
+        self.renewed = -inf  # when we last asked for it successfully
         self.has_led = False
 
     def leads(self) -> bool:
         return monotonic() < self.renewed + RENEW_DEADLINE_SECONDS
 
     def check(self) -> None:
-        """Before each write: a leader that was held up for too long must not write any more."""
+        """Exit before a write if we were held up and may have lost the lease."""
         if self.has_led and not self.leads():
-            log.critical("the lease was not renewed in time: another one may lead now")
+            log.critical("the lease is lost: another replica may lead now")
             os._exit(1)
 
     def run(self, operator: Operator) -> None:
@@ -1606,7 +1658,7 @@ class Elector:
         self.lease = self.api.request("PUT", self.path, self.lease | {"spec": spec}, timeout)
 
     def release(self) -> None:
-        """Let another one lead at once."""
+        """Hand over at once."""
         if self.leads():
             spec = self.lease["spec"] | {"holderIdentity": "", "leaseDurationSeconds": 1}
             with suppress(ApiError):
@@ -1680,7 +1732,7 @@ def review(api: Api, authorization: str, minute: int) -> int:
     answer = api.request("POST", path, {"spec": {"token": token}}, timeout=5)["status"]
     if not answer.get("authenticated"):
         return 401
-    spec = answer["user"]  # it has uid, groups and extra, as they are asked for below
+    spec = answer["user"]  # a SubjectAccessReview takes the same fields, but for the name
     spec["user"] = spec.pop("username")
     spec["nonResourceAttributes"] = {"path": "/metrics", "verb": "get"}
     path = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
@@ -1708,7 +1760,7 @@ def metrics(operator: Operator, authorization: str) -> Page:
     }
     for schedext in operator.schedexts.all():
         namespace, name = key_of(schedext)
-        if not schedext["spec"].get("suspend"):  # else an alert would say that it runs nowhere
+        if not schedext["spec"].get("suspend"):  # else an alert would fire because it runs nowhere
             for state, nodes in schedext["status"].get("nodes", {}).items():
                 labels = f'namespace="{namespace}",name="{name}",state="{state}"'
                 gauges[f"sked_schedext_nodes{{{labels}}}"] = nodes
@@ -1773,7 +1825,7 @@ class Server(http.server.ThreadingHTTPServer):
         return connection, address
 
     def process_request(self, request: socket.socket, client_address: Any) -> None:
-        """Answer in a thread of its own. If there are too many, the oldest has to go."""
+        """Answer in a new thread. If there are too many connections, drop the oldest."""
         if len(self.held) >= MAX_CONNECTIONS:
             with suppress(OSError):
                 self.held.pop(0).shutdown(socket.SHUT_RDWR)
@@ -1781,7 +1833,7 @@ class Server(http.server.ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: socket.socket) -> None:
-        with suppress(ValueError):  # if it had to go
+        with suppress(ValueError):  # it was dropped
             self.held.remove(request)
         super().shutdown_request(request)
 
@@ -1809,7 +1861,9 @@ def self_signed() -> str:
     try:
         subprocess.run(command.split(), check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        raise ValueError(f"give a certificate with --metrics-cert-dir ({error})") from None
+        raise ValueError(
+            f"cannot make a certificate: name one with --metrics-cert-dir ({error})"
+        ) from None
     return directory
 
 
@@ -1840,11 +1894,11 @@ def load_configuration(path: str | None, context: str | None) -> Configuration:
 def render(stream: Any) -> str:
     """The DaemonSets of the SchedExts in a YAML stream, as YAML."""
     documents = [obj for obj in yaml.safe_load_all(stream) if isinstance(obj, dict)]
-    lists = [obj.get("items") or () for obj in documents if obj.get("kind") == "List"]
+    lists = [obj["items"] for obj in documents if isinstance(obj.get("items"), list)]
     documents += [obj for items in lists for obj in items if isinstance(obj, dict)]
     schedexts = [obj for obj in documents if obj.get("kind") == "SchedExt"]
     if not schedexts:
-        raise ValueError("there is no SchedExt in it")
+        raise ValueError("the input contains no SchedExt")
     daemonsets = [build_daemonset(schedext, schedexts) for schedext in schedexts]
     return yaml.safe_dump_all(daemonsets, sort_keys=False)
 
@@ -1860,25 +1914,27 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("sked", description=description, allow_abbrev=False)
     flag = parser.add_argument
     switch = {"nargs": "?", "const": True, "type": go_bool, "metavar": "BOOL"}
-    flag("--kubeconfig", metavar="FILE", help="else $KUBECONFIG, the pod's own, ~/.kube/config")
+    flag("--kubeconfig", metavar="FILE", help="default: $KUBECONFIG, the pod's own, ~/.kube/config")
     flag("--context", help="the context of the kubeconfig to use")
     flag("--namespace", default="", help="watch this namespace only")
-    flag("--render", metavar="FILE", help="print the DaemonSets of a manifest ('-': stdin), exit")
+    flag("--render", metavar="FILE", help="print the DaemonSets of its SchedExts ('-': stdin)")
     flag("--leader-elect", default=False, help="work only while holding the lease", **switch)
     flag(
-        "--leader-election-namespace", metavar="NAMESPACE", help="of the lease; else the pod's own"
+        "--leader-election-namespace",
+        metavar="NAMESPACE",
+        help="of the lease (default: the pod's own)",
     )
     flag(
         "--health-probe-bind-address",
         default=":8081",
         metavar="ADDRESS",
-        help="of /healthz and /readyz; 0: none (default: :8081)",
+        help="of /healthz and /readyz, or 0 for none (default: :8081)",
     )
     flag(
         "--metrics-bind-address",
         default="0",
         metavar="ADDRESS",
-        help="of /metrics, such as :8443; 0: none (default)",
+        help="of /metrics, such as :8443, or 0 for none (default: 0)",
     )
     flag(
         "--metrics-secure",
@@ -1889,14 +1945,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     flag(
         "--metrics-cert-dir",
         metavar="DIR",
-        help="of tls.crt and tls.key for the metrics; else self-signed",
+        help="of tls.crt and tls.key for the metrics (default: self-signed)",
     )
-    flag("--enable-http2", default=False, help="must be false", **switch)
+    flag("--enable-http2", default=False, help="for compatibility; must be false", **switch)
     flag(
         "--log-level",
         default="info",
         choices=("debug", "info", "warning", "error"),
-        help="how much to say (default: info)",
+        help="default: info",
     )
     for name in ("devel", "encoder", "log-level", "stacktrace-level", "time-encoding"):
         flag(f"--zap-{name}", nargs="?", help=argparse.SUPPRESS)  # the Go operator's
@@ -1933,7 +1989,7 @@ def serve(args: argparse.Namespace, operator: Operator) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Wire it up, and work until a signal comes."""
+    """Wire it up, and work until a signal arrives."""
     api = Api(lambda: load_configuration(args.kubeconfig, args.context))
     elector = None
     if args.leader_elect:
@@ -1942,9 +1998,9 @@ def run(args: argparse.Namespace) -> None:
     signals = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # in all threads: sigwait takes them
     serve(args, operator)
-    gc.freeze()  # what is loaded by now stays; not looking through it again saves 10 % of CPU
+    gc.freeze()  # never look through what is loaded by now: that saves 10 % of CPU
     where = args.namespace or "all namespaces"
-    log.info("sked %s, for SchedExts in %s, at %s", __version__, where, api.host)
+    log.info("sked %s: watching SchedExts in %s at %s", __version__, where, api.host)
     if elector:
         renewal = spawn(functools.partial(elector.run, operator), "lease")
     else:
@@ -1952,7 +2008,7 @@ def run(args: argparse.Namespace) -> None:
     signal.sigwait(signals)
     operator.stop.set()
     if operator.finish() and elector:
-        renewal.join(0.4)  # else its last answer could make ours a conflict
+        renewal.join(0.4)  # else our release could conflict with its last renewal
         elector.release()
     log.info("stopped")
 

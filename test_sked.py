@@ -384,8 +384,8 @@ def make_table(resource: Resource, objs: list[dict], metadata: dict) -> dict:
         columns = columns[:1] + resource.custom["additionalPrinterColumns"]
 
     def cell(obj: dict, path: str) -> Any:
-        found = filter(None, (dig(obj, one) for one in path.split("|")))
-        value = next(found, 0)
+        found = [dig(obj, one) for one in path.split("|")]
+        value = next((value for value in found if value is not None), None)
         return age(value) if path == CREATED else value
 
     return {
@@ -788,6 +788,8 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         return of | {"metadata": metadata, "items": items}
 
     def do_watch(self, request: Request) -> Iterator[dict]:
+        if "sendInitialEvents" in request.query:  # kubectl lists instead
+            raise request.kind.invalid("", "sendInitialEvents: Forbidden")
         version = int(request.query.get("resourceVersion") or 0)
         if version > self.version and self.refuse_future:
             raise Refusal(504, "Timeout", f"Timeout: Too large resource version: {version}")
@@ -1978,17 +1980,18 @@ class World:
         """
 
         def told() -> bool:
-            obj = self.get(name)
-            ready = dig(obj, READY) or {}
-            found.update(ready=ready, stalled=dig(obj, STALLED))
-            current = ready.get("observedGeneration") == obj["metadata"]["generation"]
+            found[0] = self.get(name)
+            ready = dig(found[0], READY) or {}
+            current = ready.get("observedGeneration") == found[0]["metadata"]["generation"]
             return current and ready["reason"] == reason
 
-        found = {}
+        found = [{}]
         eventually(told)
-        stalled = found["ready"] | {"type": "Stalled", "status": "True"}
-        assert found["stalled"] == (stalled if reason in ("NameTaken", "Rejected") else None)
-        return found["ready"]
+        ready, stalled = dig(found[0], READY), dig(found[0], STALLED) or {}
+        same = ("True", reason, ready["message"])
+        expected = same if reason in ("NameTaken", "Rejected") else (None, None, None)
+        assert tuple(map(stalled.get, ("status", "reason", "message"))) == expected
+        return ready
 
     def nodes(self) -> dict:
         return dig(self.get(), ".status.nodes") or {}
@@ -2297,6 +2300,7 @@ def test_after_any_number_of_outages_it_is_back_within_ten_seconds(mocker):
     down = sked.ApiError(0, "down")
     page = {"metadata": {"resourceVersion": "1"}}
     operator.api.request.side_effect = [*[down] * 9, page] * 6
+    operator.api.watch.return_value = [{}]  # it opens
     sked.Pods(operator, "").run()
     pauses = [call.args[0] for call in operator.stop.wait.call_args_list]
     assert 5 < max(pauses) <= 8
@@ -2461,7 +2465,7 @@ def test_the_daemonset_of_a_deleted_namesake_is_waited_for(world, server):
     server.collect = False
     world.remove()
     uid = world.add(sched=LAVD)
-    assert "until the old DaemonSet x is gone" in world.expect("RollingOut")["message"]
+    assert "for the old DaemonSet x to be deleted" in world.expect("RollingOut")["message"]
     assert world.made() == old
     server.collect = True
     eventually(lambda: world.image() == LAVD)
@@ -2516,6 +2520,15 @@ def test_a_refused_daemonset_is_told_and_retried_and_stops_no_other(world, serve
     eventually(world.made)
     server.webhook = None
     world.expect("RollingOut", "refused")
+
+
+def test_what_fails_again_and_again_is_told_even_if_it_may_pass(world, server):
+    failing = server.fault("POST", "/daemonsets", None)
+    world.start()
+    world.add()
+    world.expect("Rejected")
+    failing.clear()
+    world.expect("RollingOut")
 
 
 def test_in_a_namespace_that_is_being_deleted_nothing_is_told(world, server):
@@ -3116,6 +3129,7 @@ def test_what_others_set_is_neither_compared_nor_touched():
     [pytest.param({}, {field: ALL_FIELDS[field]}, id=field) for field in ALL_FIELDS]
     + table("""
     one toleration: [{tolerations: [{key: b}]}, {tolerations: [{key: a}, {key: b}]}]
+    labels named like fields: [{args: [-v]}, {nodeSelector: {containers: x, spec: y}}]
     one label: [{nodeSelector: {a: "1"}}, {nodeSelector: {a: "1", b: ""}}]
     one limit: [{resources: {limits: {cpu: 1}}}, {resources: {limits: {cpu: 1, memory: 1Gi}}}]
     one path: [{hostPaths: [/b]}, {hostPaths: [/a, /b]}]
@@ -3222,12 +3236,22 @@ def is_parked(target: dict) -> bool:
     - {status: {updatedNumberScheduled: 1}}
     - [older, older, leaving]
     - false
+    all nodes are lost, their pods old:
+    - {}
+    - {status: {currentNumberScheduled: 0, updatedNumberScheduled: null}}
+    - [older, older]
+    - false
     the image is new, too: [{sched: scx}, {}, [settled, settled], false]
     the amounts are new, too: [{resources: {limits: {cpu: 1}}}, {}, [settled, settled], false]
-    there is no pod: [{}, {}, [], false]
+    there is no pod:
+    - {}
+    - {status: {currentNumberScheduled: 0, updatedNumberScheduled: null}}
+    - []
+    - false
+    the watch of pods hangs: [{}, {}, [settled, older], true]
     a roll-out has just begun: [{sched: scx}, {metadata: {generation: 2}}, [settled], false]
     the status says that one is old: [{}, {status: {updatedNumberScheduled: 1}}, [settled], false]
-    the pods say that one is old: [{}, {}, [settled, older], false]
+    the pods say that one is old: [{}, {status: {numberMisscheduled: 1}}, [settled, older], false]
     """),
 )
 def test_only_the_nodes_that_change_hands_are_touched_if_all_pods_run_what_is_wanted(
@@ -3275,6 +3299,13 @@ def test_a_parked_daemonset_stays_parked_until_its_pods_should_run_something_els
     resources = {"resources": {"limits": {"cpu": 1}}} if "resources" in spec else {}
     have = merge(parked("pool=latency", **resources), changes)
     assert is_parked(sked.park(wanted(*selectors, **spec), have, [])) is stays
+
+
+@pytest.mark.parametrize("kind, stays", [("older", True), ("of the current template", False)])
+def test_a_pod_that_was_made_from_drift_is_replaced_even_if_that_unparks(kind, stays):
+    have = merge(parked("pool=latency"), in_template(hostPID=True))
+    target = sked.park(wanted("pool=latency"), have, pods_of([kind]))
+    assert is_parked(target) is stays
 
 
 def test_a_fingerprint_is_the_same_in_every_process():
@@ -3476,14 +3507,22 @@ def test_of_many_last_words_the_very_last_are_kept():
     - *up
     - {state: {waiting: {reason: ErrImagePull, message: not found}}}
     - ErrImagePull
-    - "the probe does not run: not found; spec.probeImage needs sh and grep"
+    - "the probe is not running: not found"
+    the kubelet lost both containers, and when:
+    - ready: true
+      restartCount: 1
+      state: {running: {startedAt: "2026-01-01T00:00:00Z"}}
+    - restartCount: 1
+      lastState: {terminated: {exitCode: 137, finishedAt: null}}
+    - CrashLoopBackOff
+    - exit code unknown, 1 restart; see 'kubectl logs -n tools p --previous'
     the probe has no shell:
     - *up
     - ready: false
       restartCount: 1
       state: {terminated: {exitCode: 128, reason: StartError, finishedAt: 1, message: no sh in it}}
     - CrashLoopBackOff
-    - "the probe does not run: exit code 128 (StartError), 1 restart: no sh in it;
+    - "the probe is not running: exit code 128 (StartError), 1 restart: no sh in it;
        spec.probeImage needs sh and grep"
     """),
 )
@@ -3617,6 +3656,12 @@ def status_of(pods: list[str], spec: dict, changes: dict, **status: Any) -> dict
     - {status: {numberReady: 1, numberMisscheduled: 1}}
     - RollingOut
     - ready on 1 of 2 nodes, updated on 2
+    nor for one that has just come up:
+    - [settled, settled, young]
+    - {}
+    - {status: {numberMisscheduled: 1}}
+    - RollingOut
+    - ready on 1 of 2 nodes, updated on 2; waiting to see them stay up for 10 s
     a pod on a lost node does not count:
     - [settled, settled, leaving and older]
     - {}
@@ -3624,6 +3669,13 @@ def status_of(pods: list[str], spec: dict, changes: dict, **status: Any) -> dict
     - AllReady
     - running on 2 of 2 nodes
     the pods say one is old: [[settled, older], {}, {}, RollingOut, "of 2 nodes, updated on 2"]
+    its own strategy is OnDelete, and a new node has no pod yet:
+    - [settled]
+    - {updateStrategy: {type: OnDelete}}
+    - spec: {updateStrategy: {type: OnDelete}}
+      status: {currentNumberScheduled: 1, updatedNumberScheduled: 1, numberReady: 1}
+    - RollingOut
+    - ready on 1 of 2 nodes, updated on 1
     its own strategy is OnDelete:
     - [settled, older]
     - {updateStrategy: {type: OnDelete}}
@@ -3863,7 +3915,7 @@ def test_a_change_concerns_only_those_that_yield_to_it(world, server, mocker):
     assert looked_at() == {"a", "narrow", "x"}
 
 
-def test_more_than_a_hundred_terms_leave_the_daemonset_as_it_is_and_are_told(world):
+def test_more_than_a_hundred_terms_leave_the_daemonset_as_it_is_and_are_told(world, server):
     def add_pool(labels):
         world.add(f"pool-{labels}", nodeSelector={f"k{n}-{labels}": "x" for n in range(labels)})
 
@@ -4151,29 +4203,52 @@ def test_a_daemonset_that_never_reaches_the_watch_is_repaired_after_all(world, s
     eventually(lambda: world.image() == "scx:v3")
 
 
-def test_a_schedext_whose_deletion_has_not_reached_the_watch_gets_no_new_daemonset(world, server):
+@pytest.mark.parametrize("names", ["y", "xy"], ids=["gone", "a namesake came"])
+def test_a_schedext_whose_deletion_has_not_reached_the_watch_gets_no_new_daemonset(
+    world, server, names
+):
     world.start()
     world.add()
     world.expect("RollingOut")
     silence = cut_off(server, "schedexts")
     since = time.time()
     world.remove()
+    for name in names:
+        world.add(name)
     eventually(lambda: not world.made())
-    asked = ("get", "schedexts", 404)
-    eventually(lambda: asked in [(r.verb, r.what, r.status) for r in list(server.requests)])
-    world.add("y")
+    asked = ("sked", "get", "schedexts")
+    eventually(lambda: asked in [(r.user, r.verb, r.what) for r in list(server.requests)])
     silence.clear()
-    world.expect("RollingOut", "y")
+    for name in names:
+        world.expect("RollingOut", name)
     made = [r.name for r in server.writes(since) if r.verb == "create"]
-    assert made == ["y"]
+    assert "".join(sorted(made)) == names
 
 
-def test_a_bug_in_handling_an_event_is_a_bug_and_not_the_api_servers_fault(world, fleet, caplog):
+def test_a_bug_with_one_pod_is_a_bug_not_the_api_servers_fault_and_stops_no_other(
+    world, fleet, caplog
+):
     died = {"terminated": {"exitCode": 1, "message": ["not", "a", "text"]}}
     change_container(fleet, {"lastState": died})
-    eventually(lambda: "pods: bug in the watch loop" in caplog.text)
+    eventually(lambda: "pods: bug with default/x-" in caplog.text)
     assert "AttributeError" in caplog.text
     assert "no usable answer" not in caplog.text
+    fleet.add_node("new")
+    eventually(lambda: world.nodes()["ready"] == 4)
+
+
+@pytest.mark.parametrize("uid, after, waits", [("d", 59, True), ("d", 61, False), ("e", 1, False)])
+def test_a_daemonset_older_than_our_own_write_is_not_believed_for_a_minute(
+    mocker, uid, after, waits
+):
+    clock = mocker.patch.object(sked, "monotonic", return_value=100.0)
+    ours = sked.History()
+    ours.wrote_daemonset({"metadata": {"uid": "d", "generation": 5}}, "")
+    clock.return_value += after / 2
+    ours.wrote_status()
+    clock.return_value += after / 2
+    with pytest.raises(sked.Blocked) if waits else contextlib.nullcontext():
+        ours.check_is_current({"metadata": {"uid": uid, "generation": 4}})
 
 
 def test_a_bug_in_reconcile_is_a_bug_and_not_a_refusal(world, server, mocker, caplog):
@@ -4323,7 +4398,7 @@ def test_a_leader_killed_or_frozen_is_followed_when_its_lease_is_over_and_writes
     taken = time.time()
     eventually(lambda: len(images(server)) == 20)
     assert leaders[1].stop(signal.SIGCONT) == 1
-    assert "another one may lead now" in leaders[1].lines[-1]
+    assert "another replica may lead now" in leaders[1].lines[-1]
     assert server.writes(taken, "other", leases=True) == []
 
 
@@ -4404,6 +4479,8 @@ def test_a_leader_leads_on_if_every_answer_takes_long(server, mocker):
         clock.return_value += sked.RENEW_SECONDS
         led.append(elector.leads())
     assert led == [False, False] + [True] * 17
+    clock.return_value += 5  # and it counts from when it asked, as the others do
+    assert not elector.leads()
 
 
 def test_the_lease_has_the_go_operators_name_and_times():
@@ -5151,7 +5228,7 @@ class Demo:
         kind = self.server.resources[resource]
         table = make_table(kind, self.server.list(resource, "default"), {})
         columns = [
-            [column["name"].upper(), *(str(row["cells"][i]) for row in table["rows"])]
+            [column["name"].upper(), *(str(row["cells"][i] or 0) for row in table["rows"])]
             for i, column in enumerate(table["columnDefinitions"])
             if not column["priority"]
         ]
