@@ -701,6 +701,10 @@ class History:
         self.in_effect = 0  # the SchedExt's generation when its DaemonSet was last as wanted
         self.wanted = 0  # a hash of the DaemonSet that was wanted at our last write
         self.repairs = {}  # since then, by deed: how often in a row, and when the next one may be
+        self.template = (
+            0  # a hash of the DaemonSet's template when its pods were last seen to change
+        )
+        self.revisions = None  # that the pods had then
         self.counts = ()  # of the DaemonSet's pods
         self.counts_since = -inf
 
@@ -749,6 +753,15 @@ class History:
     def status_due_in(self) -> float:
         """Seconds until the status may be written."""
         return self.status_after - monotonic()
+
+    def shows_old_pods(self, daemonset: dict, pods: list[Pod]) -> bool:
+        """Whether the template has changed and no pod has: they are old, or the watch hangs."""
+        template = hash(json.dumps(daemonset["spec"].get("template")))
+        revisions = {pod.revision for pod in pods}
+        if template != self.template and revisions == self.revisions:
+            return True
+        self.template, self.revisions = template, revisions
+        return False
 
     def steady_seconds(self, counts: tuple, is_known: bool) -> float:
         """How long the counts have been the same; infinite if a former sked reported them."""
@@ -958,8 +971,10 @@ class Operator:
         }
         counts = tuple(count(daemonset, which) for which in ("desired", "current", "updated"))
         is_known = condition(schedext["status"], "Ready").get("reason") == "NodesFailing"
-        steady = self.histories[key].steady_seconds(counts, is_known)
-        return View(schedext, daemonset, pods, rivals, now, settle, steady)
+        history = self.histories[key]
+        steady = history.steady_seconds(counts, is_known)
+        is_behind = history.shows_old_pods(daemonset, pods)
+        return View(schedext, daemonset, pods, rivals, now, settle, steady, is_behind)
 
     def write_status(self, key: Key, schedext: dict, status: dict) -> None:
         # A merge patch replaces the whole list of conditions, so guard against other writers.
@@ -1442,6 +1457,7 @@ class View(NamedTuple):
     now: float
     settle: float  # seconds that a pod must stay up before it counts as ready
     steady: float  # seconds for which the counts of the DaemonSet have been the same
+    is_behind: bool  # the template has changed, and no pod has
 
     def staying(self) -> list[Pod]:
         return [pod for pod in self.pods if not pod.leaving]
@@ -1536,7 +1552,7 @@ def ready_reason(view: View, nodes: dict, failures: list[dict]) -> Problem:
     if nodes["failing"]:
         return "NodesFailing", failing_message(view, nodes, failures)
     revisions = {pod.revision for pod in view.staying()}
-    is_updated = nodes["updated"] >= desired and len(revisions) == 1
+    is_updated = nodes["updated"] >= desired and len(revisions) == 1 and not view.is_behind
     if nodes["ready"] >= desired and (is_updated or parked_as(view.daemonset)):
         return "AllReady", f"running on {desired} of {desired} nodes"
     return "RollingOut", rolling_message(view, nodes)
@@ -1561,7 +1577,9 @@ def rolling_message(view: View, nodes: dict) -> str:
     namespace, name = key_of(view.schedext)
     message = "ready on {ready} of {desired} nodes, updated on {updated}".format(**nodes)
     strategy = view.daemonset["spec"].get("updateStrategy", {}).get("type")
-    if any(0 < pod.settles_in(view.now, view.settle) < inf for pod in view.staying()):
+    if view.is_behind and nodes["updated"] >= nodes["desired"]:
+        message += "; waiting for the watch to show the new pods"
+    elif any(0 < pod.settles_in(view.now, view.settle) < inf for pod in view.staying()):
         message += f"; waiting to see them stay up for {view.settle:.0f} s"
     elif strategy == "OnDelete" and nodes["updated"] < count(view.daemonset, "current"):
         command = f"kubectl delete pod -n {namespace} -l name={name}"

@@ -3585,6 +3585,7 @@ def status_of(pods: list[str], spec: dict, changes: dict, **status: Any) -> dict
         "now": 1000.0,
         "settle": 10.0,
         "steady": 0.0,
+        "is_behind": False,
     }
     return sked.build_status(sked.View(**seen), None, "2026-01-02T03:04:05Z")
 
@@ -4186,6 +4187,17 @@ def test_a_daemonset_watch_that_hangs_does_not_look_like_somebody_else(world, se
     eventually(lambda: world.image() == "scx:v3")
     assert "keeps changing" not in str(world.told()) + caplog.text
     assert server.list("events") == []
+
+
+def test_a_pod_watch_that_hangs_makes_nobody_ready(world, server, fleet):
+    silence = cut_off(server, "pods")
+    world.edit(sched=LAVD)
+    eventually(lambda: set(running(fleet).values()) == {LAVD})
+    words = "RollingOut: ready on 3 of 3 nodes, updated on 3; waiting for the watch to show the new"
+    eventually(lambda: words in str(world.told()))
+    assert world.told()[-1].startswith("RollingOut")
+    silence.clear()
+    world.expect("AllReady")
 
 
 def test_a_daemonset_that_never_reaches_the_watch_is_repaired_after_all(world, server):
