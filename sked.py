@@ -746,6 +746,13 @@ class History:
         self.wrote_status()
         return times
 
+    def took_effect(self, generation: int) -> None:
+        self.in_effect = generation
+
+    def is_in_effect(self, generation: int) -> bool:
+        """Whether the DaemonSet was as this generation of the SchedExt wants it."""
+        return self.in_effect == generation
+
     def wrote_status(self) -> None:
         """The next write is at least a second away, whatever this one wrote."""
         self.status_after = monotonic() + GATHER_SECONDS
@@ -933,11 +940,11 @@ class Operator:
         target = park(want, have, self.pods.select(have["metadata"]["uid"]))
         fields = differences(target, have)
         if not fields:
-            history.in_effect = generation
+            history.took_effect(generation)
             return None
         what = f"{', '.join(fields)} of the DaemonSet"
         times = self.write_daemonset(key, want, "PATCH", what, daemonset_patch(target, have))
-        if times == 1 and history.in_effect == generation and is_drift(fields):
+        if times == 1 and history.is_in_effect(generation) and is_drift(fields):
             self.tell(schedext, "DriftUndone", f"put back {what}")
         return GATHER_SECONDS
 
@@ -1551,11 +1558,15 @@ def ready_reason(view: View, nodes: dict, failures: list[dict]) -> Problem:
         return "NoNodes", f"no node matches: check labels and taints with '{command}'"
     if nodes["failing"]:
         return "NodesFailing", failing_message(view, nodes, failures)
-    revisions = {pod.revision for pod in view.staying()}
-    is_updated = nodes["updated"] >= desired and len(revisions) == 1 and not view.is_behind
-    if nodes["ready"] >= desired and (is_updated or parked_as(view.daemonset)):
+    if nodes["ready"] >= desired and (parked_as(view.daemonset) or is_updated(view, nodes)):
         return "AllReady", f"running on {desired} of {desired} nodes"
     return "RollingOut", rolling_message(view, nodes)
+
+
+def is_updated(view: View, nodes: dict) -> bool:
+    """Whether the DaemonSet's numbers and its pods agree that all of them are new."""
+    revisions = {pod.revision for pod in view.staying()}
+    return nodes["updated"] >= nodes["desired"] and len(revisions) == 1 and not view.is_behind
 
 
 def failing_message(view: View, nodes: dict, failures: list[dict]) -> str:
