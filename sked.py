@@ -191,7 +191,7 @@ class Api:
     ) -> dict:
         """The JSON that the API server answers."""
         if method != "GET":
-            query["fieldValidation"] = "Ignore"  # saves the server from decoding it twice
+            query.setdefault("fieldValidation", "Ignore")  # saves the server a second decoding
         with self.open(method, path, body, timeout, query) as response:
             return json.loads(response.data)
 

@@ -1575,13 +1575,19 @@ class Cluster(Client):
         self.create({"apiVersion": "v1", "kind": "Namespace", "metadata": meta})
         return self.namespaces[-1]
 
+    def serves_schedexts(self) -> bool:
+        with contextlib.suppress(Refusal):  # a new CRD takes a moment
+            self.list("schedexts")
+            return True
+        return False
+
     def operator_kubeconfig(self, folder: Path) -> Path:
         """A kubeconfig with the rights of the operator's service account."""
         if self.server:
             return self.server.kubeconfig("sked")
         for obj in installed():
             self.apply(obj)
-        eventually(lambda: self.get("schedexts", "default", ""), 30)  # that is, the list
+        eventually(self.serves_schedexts)
         account = ("sked-system", "sked-controller-manager", "token")
         token = self.call("POST", BUILT_IN["serviceaccounts"].path(*account), {"spec": {}})
         kubeconfig = yaml.safe_load(Path(self.path).read_text())
