@@ -743,7 +743,7 @@ class History:
         self.uid = daemonset["metadata"]["uid"]
         self.generation = daemonset["metadata"]["generation"]
         self.repairs[deed] = times, self.applied_at + backoff(times, RETRY_SECONDS)
-        self.wrote_status()
+        self.wrote()
         return times
 
     def took_effect(self, generation: int) -> None:
@@ -753,8 +753,8 @@ class History:
         """Whether the DaemonSet was as this generation of the SchedExt wants it."""
         return self.in_effect == generation
 
-    def wrote_status(self) -> None:
-        """The next write is at least a second away, whatever this one wrote."""
+    def wrote(self) -> None:
+        """Whatever it was, the next status is at least a second away."""
         self.status_after = monotonic() + GATHER_SECONDS
 
     def status_due_in(self) -> float:
@@ -993,7 +993,7 @@ class Operator:
             if error.status in (404, 409):
                 return  # it was deleted or changed: the watch will tell us
             raise
-        self.histories[key].wrote_status()
+        self.histories[key].wrote()
         ready = condition(status, "Ready")
         reason, message = ready["reason"], ready["message"]
         if reason == condition(schedext["status"], "Ready").get("reason"):

@@ -4263,7 +4263,7 @@ def test_a_daemonset_older_than_our_own_write_is_not_believed_for_a_minute(
     ours = sked.History()
     ours.wrote_daemonset({"metadata": {"uid": "d", "generation": 5}}, "")
     clock.return_value += after / 2
-    ours.wrote_status()
+    ours.wrote()
     clock.return_value += after / 2
     with pytest.raises(sked.Blocked) if waits else contextlib.nullcontext():
         ours.check_is_current({"metadata": {"uid": uid, "generation": 4}})
