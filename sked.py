@@ -29,30 +29,30 @@ import atexit
 import functools
 import gc
 import hashlib
-import heapq
 import http.server
 import json
 import logging
 import os
 import random
+import re
 import shutil
 import signal
 import socket
 import ssl
 import subprocess
-import sys
 import tempfile
 import threading
 import time
-import urllib.parse
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from datetime import datetime, timezone
 from math import ceil, inf
 from time import monotonic
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from urllib.parse import urlencode
 
 import urllib3
 import yaml
@@ -61,11 +61,12 @@ from kubernetes.client import Configuration
 from kubernetes.client.rest import RESTClientObject
 from kubernetes.utils.keepalive import tcp_keepalive_socket_options
 from kubernetes.utils.quantity import parse_quantity
+from urllib3.exceptions import HTTPError, SSLError
 
 __version__ = "1.2.0"
 
 Key = tuple[str, str]
-Selector = frozenset[tuple[str, str]]
+Selector = frozenset  # of pairs
 
 GATHER_SECONDS = 1.0  # changes are collected for this long; a status is written at most this often
 BLOCKED_SECONDS = 60.0  # before another look at what somebody else has to change
@@ -78,9 +79,9 @@ def backoff(failures: int, most: float) -> float:
     return min(most, 2.0 ** min(failures - 1, 20)) * random.uniform(0.75, 1.0)
 
 
-def timestamp(precision: str = "seconds") -> str:
+def timestamp(style: str = "%Y-%m-%dT%H:%M:%SZ") -> str:
     """Now, as the API writes it."""
-    return datetime.now(timezone.utc).isoformat(timespec=precision).replace("+00:00", "Z")
+    return datetime.now(timezone.utc).strftime(style)
 
 
 def seconds_since(stamp: str) -> float:
@@ -96,7 +97,7 @@ def controller_of(obj: dict) -> dict:
     return next((owner for owner in owners if owner.get("controller")), {})
 
 
-def spawn(run: Callable[[], Any], name: str) -> threading.Thread:
+def spawn(run: Callable, name: str) -> threading.Thread:
     thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
     return thread
@@ -130,7 +131,7 @@ class ApiError(Exception):
 
 
 UNUSABLE = (  # what a bad configuration or a bad connection raises
-    urllib3.exceptions.HTTPError,
+    HTTPError,
     OSError,
     ValueError,
     yaml.YAMLError,
@@ -141,7 +142,7 @@ UNUSABLE = (  # what a bad configuration or a bad connection raises
 class Api:
     """Plain dicts to and from the API server; whatever goes wrong is an ApiError."""
 
-    def __init__(self, configure: Callable[[], Configuration]) -> None:
+    def __init__(self, configure: Callable) -> None:
         self.configure = configure
         self.lock = threading.Lock()
         self.connect()
@@ -190,8 +191,6 @@ class Api:
         **query: Any,
     ) -> dict:
         """The JSON that the API server answers."""
-        if method != "GET":
-            query.setdefault("fieldValidation", "Ignore")  # saves the server a second decoding
         with self.open(method, path, body, timeout, query) as response:
             return json.loads(response.data)
 
@@ -201,8 +200,7 @@ class Api:
         Errors in here become an ApiError; errors in the caller's loop do not.
         """
         query |= {"watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": WATCH_SECONDS}
-        timeout = WATCH_SECONDS + REQUEST_SECONDS
-        with self.open("GET", path, None, timeout, query) as response:
+        with self.open("GET", path, None, WATCH_SECONDS + REQUEST_SECONDS, query) as response:
             yield {}
             for line in response:
                 yield json.loads(line)
@@ -214,35 +212,28 @@ class Api:
         """The response to a successful request. An error while reading it is an ApiError, too."""
         kind = "merge-patch+json" if method == "PATCH" else "json"
         headers = {"Content-Type": f"application/{kind}", "User-Agent": f"sked/{__version__}"}
-        status = 0
         try:
             headers |= self.authorization()  # which may connect again
             response = self.manager.urlopen(
                 method,
-                f"{self.host}{path}?{urllib.parse.urlencode(query)}",
+                f"{self.host}{path}?{urlencode(query)}",
                 body=json.dumps(body) if body else None,
                 headers=headers,
-                redirect=False,
                 retries=False,
                 timeout=urllib3.Timeout(connect=CONNECT_SECONDS, total=timeout),
                 preload_content=False,
             )
-            status = response.status
+            METRICS.requested(method, response.status)
             with closing(response):
-                if status >= 300:
+                if response.status >= 300:
                     raise self.refusal(response)
                 yield response
         except UNUSABLE as error:
-            status = 0
-            cause = str(error)
-            if isinstance(error, urllib3.exceptions.HTTPError):
-                cause = cause.rpartition(": ")[2].partition(" (")[0]  # the rest is urllib3's
-            if isinstance(error, urllib3.exceptions.SSLError):
+            METRICS.requested(method, 0)
+            if isinstance(error, SSLError):
                 self.must_connect = True
-            message = f"no usable answer from the API server at {self.host}: {cause}"
-            raise ApiError(0, message) from error
-        finally:
-            METRICS.requested(method, status)
+            cause = str(error).partition(" (")[0]  # not how many seconds it waited
+            raise ApiError(0, f"no usable answer from the API server: {cause}") from error
 
     def refusal(self, response: urllib3.BaseHTTPResponse) -> ApiError:
         if response.status == 401:
@@ -267,25 +258,24 @@ def client_tls(configuration: Configuration) -> ssl.SSLContext:
 
 # ---------------------------------------------------------------- watching
 
-LABEL, OURS = "managed-by", "sked-controller"  # on every DaemonSet and pod that sked makes
+OURS = {"managed-by": "sked-controller"}  # the label of every DaemonSet and pod that sked makes
 RECONNECT_SECONDS = 8.0  # at most: we are back within 10 s of the API server's return
 PAGE_ITEMS = 100  # of a list
 
 
-class Reflector:
-    """A cache of one resource that follows the API server.
+class Reflector(dict):
+    """A cache of one resource, by key, that follows the API server.
 
     Each kind has a method changed(old, new), which queues the keys that a change concerns. None
     means that there is no object.
     """
 
-    QUERY = {}
+    QUERY = {"labelSelector": "managed-by=sked-controller"}
 
     def __init__(self, operator: Operator, namespace: str) -> None:
         self.operator = operator
         self.path = path_to(self.RESOURCE, namespace)
         self.name = self.path.rpartition("/")[2]
-        self.items = {}  # by key
         self.groups = defaultdict(dict)  # by group, then by key
         self.filled = threading.Event()
         self.failures = 0  # in a row
@@ -298,17 +288,11 @@ class Reflector:
                 obj[part] = {}
         return obj
 
-    def group_of(self, item: Any) -> Hashable:
-        """What else an item can be looked up by; never None, which stands for no item."""
+    def group_of(self, item: Any) -> Any:
+        """What else an item can be looked up by."""
         return ""
 
-    def get(self, key: Key) -> Any:
-        return self.items.get(key)
-
-    def all(self) -> list:
-        return list(self.items.values())
-
-    def select(self, group: Hashable) -> list:
+    def select(self, group: Any) -> list:
         return list(self.groups.get(group, {}).values())
 
     def run(self) -> None:
@@ -328,7 +312,7 @@ class Reflector:
 
     def fill(self) -> str:
         """List everything into the cache. Returns the version to watch from."""
-        items = dict.fromkeys(self.items)  # what is not in the list is gone
+        items = {}
         query = self.QUERY | {"limit": PAGE_ITEMS}
         more = True
         while more:
@@ -338,13 +322,13 @@ class Reflector:
             except ApiError as error:
                 if error.status != 404:
                     raise
-                self.update(dict.fromkeys(self.items))  # the CRD is gone, and all SchedExts with it
-                hint = "install the CRD with 'kubectl apply -f install.yaml'"
-                raise ApiError(0, f"the API server has no {self.name}: {hint}") from None
+                self.store(dict.fromkeys(self))  # the CRD is gone, and all SchedExts with it
+                message = f"the API server has no {self.name}: install the CRD with "
+                raise ApiError(0, f"{message}'kubectl apply -f install.yaml'") from None
             for obj in page.get("items") or ():
-                items[key_of(obj)] = self.take_in(obj)
+                items[key_of(obj)] = self.keep(obj)
             more = query["continue"] = page["metadata"].get("continue")
-        self.update(items)
+        self.store(items | dict.fromkeys(self.keys() - items.keys()))  # the others are gone
         self.filled.set()
         return page["metadata"]["resourceVersion"]
 
@@ -371,21 +355,13 @@ class Reflector:
         if kind == "ERROR":
             raise ApiError(obj.get("code", 0), obj.get("message", "the watch failed"))
         if kind != "BOOKMARK":
-            self.update({key_of(obj): None if kind == "DELETED" else self.take_in(obj)})
+            self.store({key_of(obj): None if kind == "DELETED" else self.keep(obj)})
         return obj["metadata"]["resourceVersion"]
 
-    def take_in(self, obj: dict) -> Any:
-        """What to keep of an object. A bug with one of them must not stop the others."""
-        try:
-            return self.keep(obj)
-        except Exception:
-            log.exception("%s: bug with %s/%s", self.name, *key_of(obj))
-            return self.get(key_of(obj))
-
-    def update(self, items: dict) -> None:
-        """Store all of them (None: deleted), then queue what changed."""
+    def store(self, items: dict) -> None:
+        """Keep all of them (None: deleted), then queue what changed."""
         changes = [(key, self.get(key), item) for key, item in items.items()]
-        for change in sorted(changes, key=lambda change: change[2] is None):  # removals last
+        for change in changes:
             self.put(*change)
         for _, old, new in changes:
             if old != new:
@@ -393,20 +369,20 @@ class Reflector:
 
     def put(self, key: Key, old: Any, new: Any) -> None:
         """Add before removing, so that a reader always finds the old item or the new one."""
-        former = None if old is None else self.group_of(old)
-        group = None if new is None else self.group_of(new)
         if new:
-            self.items[key] = self.groups[group][key] = new
+            self[key] = self.groups[self.group_of(new)][key] = new
         else:
-            self.items.pop(key, None)
-        if old and former != group:
-            del self.groups[former][key]
-            if not self.groups[former]:
-                del self.groups[former]
+            self.pop(key, None)
+        if old and not (new and self.group_of(old) == self.group_of(new)):
+            former = self.groups[self.group_of(old)]
+            del former[key]
+            if not former:
+                del self.groups[self.group_of(old)]
 
 
 class SchedExts(Reflector):
     RESOURCE = SCHEDEXTS
+    QUERY = {}
 
     def group_of(self, schedext: dict) -> Selector:
         return selector_of(schedext)
@@ -417,27 +393,24 @@ class SchedExts(Reflector):
     def changed(self, old: dict | None, new: dict | None) -> None:
         """Queue the SchedExt and, if its selector is new or gone, those that yield to it."""
         self.operator.queue.add(key_of(new or old))
-        selectors = {selector_of(schedext) for schedext in (old, new) if schedext}
-        if not self.filled.is_set():
-            return  # the first list queues everything
-        if old and new and len(selectors) == 1:
-            return  # nobody else is concerned
+        before, now = ({selector_of(schedext)} if schedext else set() for schedext in (old, new))
+        if before == now or not self.filled.is_set():
+            return  # nobody else is concerned, or the first list queues everybody
         # A new winner should find the kernel free. The pods of one that leaves need a moment.
         after = 0.0 if new else GATHER_SECONDS
         for loser in self.selectors():
-            if any(loser < selector for selector in selectors):
+            if any(loser < selector for selector in before ^ now):
                 for schedext in self.select(loser):
                     self.operator.queue.add(key_of(schedext), after)
 
 
 class DaemonSets(Reflector):
     RESOURCE = DAEMONSETS
-    QUERY = {"labelSelector": f"{LABEL}={OURS}"}
 
     def changed(self, old: dict | None, new: dict | None) -> None:
-        """Undo drift at once. Everything else can wait, deletion included: its SchedExt may be
+        """Undo an edit at once. Everything else can wait, deletion included: its SchedExt may be
         gone, too, and the watch not know yet."""
-        is_edit = old and new and old["metadata"]["generation"] < new["metadata"]["generation"]
+        is_edit = old and new and old["spec"] != new["spec"]
         self.operator.queue.add(key_of(new or old), 0.0 if is_edit else GATHER_SECONDS)
 
 
@@ -450,7 +423,7 @@ SETTLE_SECONDS = 10.0  # because a scheduler that cannot attach is Ready for 2 s
 Problem = tuple[str, str]  # reason and message; empty if there is none
 
 
-class Pod:
+class Pod(SimpleNamespace):
     """What is kept of a pod. It is up while all of sked's containers are ready."""
 
     def __init__(self, obj: dict, old: Pod | None) -> None:
@@ -458,43 +431,42 @@ class Pod:
         owner = controller_of(obj)
         containers = status.get("containerStatuses", ())
         ours = {c["name"]: c for c in containers if c["name"] in (SCX, PROBE)}
-        running = [c["state"].get("running", {}) for c in ours.values() if c["ready"]]
-        starts = [state["startedAt"] for state in running if state.get("startedAt")]
-        self.owner = (meta["namespace"], owner.get("name", ""))  # whom to wake
+        running = [c["state"].get("running", {}) if c["ready"] else {} for c in ours.values()]
+        starts = [state.get("startedAt") for state in running]
+        self.owner = meta["namespace"], owner.get("name", "")  # whom to wake
         self.daemonset = owner.get("uid", "")
         self.name = meta["name"]
         self.node = spec.get("nodeName") or target_node(spec)
         self.revision = meta["labels"].get("controller-revision-hash")
         self.template = meta["labels"].get("pod-template-generation")  # it was made from
-        self.leaving = "deletionTimestamp" in meta
         # when it came up, by the node's clock and by ours: None and infinite while it is not up
-        self.started = max(starts) if starts and len(starts) == len(ours) else None
+        self.started = max(starts) if starts and all(starts) else None
         self.since = up_since(self.started, old)
         # its last failure, even if it is up again
         self.reason, self.message = pod_problem(meta, status, ours)
 
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, Pod) and vars(self) == vars(other)
-
-    def settled(self, now: float, settle: float) -> bool:
-        """Whether it has stayed up for long enough."""
-        return self.settles_in(now, settle) <= 0
-
     def settles_in(self, now: float, settle: float) -> float:
-        """Seconds until it has settled, if it stays up; infinite while it is not up."""
+        """Seconds until it has been up for long enough; infinite while it is not up."""
         return self.since + settle - now
 
     def fails(self, now: float, settle: float) -> bool:
         """After a failure it fails until it settles, so a crash loop is one steady failure."""
-        return bool(self.reason) and not self.settled(now, settle)
+        return bool(self.reason) and self.settles_in(now, settle) > 0
 
 
 class Pods(Reflector):
     RESOURCE = PODS
-    QUERY = {"labelSelector": f"{LABEL}={OURS}"}
 
-    def keep(self, obj: dict) -> Pod:
-        return Pod(obj, self.get(key_of(obj)))
+    def keep(self, obj: dict) -> Pod | None:
+        """None if it is on its way out: it may run for a while, but no longer counts."""
+        if "deletionTimestamp" in obj["metadata"]:
+            return None
+        old = self.get(key_of(obj))
+        try:
+            return Pod(obj, old)
+        except Exception:  # one that we cannot read must not stop the others
+            log.exception("pods: bug with %s/%s", *key_of(obj))
+            return old
 
     def group_of(self, pod: Pod) -> str:
         return pod.daemonset
@@ -524,34 +496,23 @@ def target_node(spec: dict) -> str:
     return ""
 
 
-def pod_problem(meta: dict, status: dict, containers: dict[str, dict]) -> Problem:
+def pod_problem(meta: dict, status: dict, containers: dict) -> Problem:
     """What is wrong with a pod, or was before its containers restarted."""
-    scx, probe = containers.get(SCX, {}), containers.get(PROBE, {})
-    logs = f"kubectl logs -n {meta['namespace']} {meta['name']}"
-    if status.get("phase") == "Failed" and status.get("reason"):
+    if status.get("reason"):  # it was evicted, for instance
         return status["reason"], status.get("message", "")
     for condition in status.get("conditions") or ():
         if condition.get("reason") == "Unschedulable":
             return "Unschedulable", condition.get("message", "")
-    # The scheduler comes first, unless its failure is older than the probe's.
-    reason, message = container_problem(scx)
+    logs = f"kubectl logs -n {meta['namespace']} {meta['name']}"
+    scx, probe = containers.get(SCX, {}), containers.get(PROBE, {})
+    reason, message = container_problem(scx, logs)
     if reason and not outlived(scx, probe):
-        if reason == CRASHED:
-            logs += " --previous" if scx.get("restartCount") else ""
-            message += f"; see '{logs}'"
         return reason, message
-    return probe_problem(probe, logs)
-
-
-def probe_problem(container: dict, logs: str) -> Problem:
-    """The probe ends with exit code 1 to say that no scheduler is attached."""
-    reason, message = container_problem(container)
-    died = last_end(container)
-    if reason == CRASHED and died.get("exitCode") == 1:
+    reason, message = container_problem(probe, f"{logs} -c probe")
+    died = last_end(probe)
+    if reason == CRASHED and died.get("exitCode") == 1:  # it says that no scheduler is attached
         return "NotAttached", f"{last_words(died) or 'no scheduler is attached'}; see '{logs}'"
-    if reason == CRASHED:
-        message += "; spec.probeImage needs sh and grep"
-    return reason, message and f"the probe is not running: {message}"
+    return reason, reason and f"the probe must run, with sh and grep in its image: {message}"
 
 
 def outlived(scx: dict, probe: dict) -> bool:
@@ -564,7 +525,7 @@ def outlived(scx: dict, probe: dict) -> bool:
     return seconds_since(started) > seconds_since(ended) + SETTLE_SECONDS
 
 
-def container_problem(container: dict) -> Problem:
+def container_problem(container: dict, logs: str) -> Problem:
     waiting = container.get("state", {}).get("waiting", {})
     died, restarts = last_end(container), container.get("restartCount", 0)
     reason = waiting.get("reason", CRASHED if died or restarts else "")
@@ -578,7 +539,7 @@ def container_problem(container: dict) -> Problem:
     message += f", {restarts} restart{'' if restarts == 1 else 's'}"
     if words := last_words(died):
         message += f": {words}"
-    return CRASHED, message
+    return CRASHED, f"{message}; see '{logs}{' --previous' if restarts else ''}'"
 
 
 def last_end(container: dict) -> dict:
@@ -601,35 +562,33 @@ class WorkQueue:
 
     def __init__(self) -> None:
         self.due = {}  # when, by key
-        self.heap = []  # (when, key), the earliest first; stale unless when is due[key]
         self.busy = set()
         self.failures = Counter()  # in a row, by key
+        self.closed = False
         self.changed = threading.Condition()
 
     def add(self, key: Key, after: float = 0.0) -> None:
         """Work on a key in so many seconds, or sooner if it is due sooner."""
         with self.changed:
             when = monotonic() + after
-            if when < self.due.get(key, inf):
+            if when < self.due.get(key, inf) and not self.closed:
                 self.due[key] = when
-                if key not in self.busy:
-                    heapq.heappush(self.heap, (when, key))
-                    self.changed.notify()
+                self.changed.notify()
 
     def get(self, timeout: float) -> Key | None:
         """A key that is due. None if there is none: then it has waited for a change."""
         with self.changed:
-            when, key = self.heap[0] if self.heap else (inf, None)
-            wait = when - monotonic()
-            if wait > 0:
-                self.changed.wait(min(wait, timeout))
-                return None
-            heapq.heappop(self.heap)
-            if self.due.get(key) != when:
-                return None
-            del self.due[key]
-            self.busy.add(key)
-            return key
+            now = monotonic()
+            wait = timeout
+            for key, when in self.due.items():
+                if key not in self.busy:
+                    if when <= now:
+                        del self.due[key]
+                        self.busy.add(key)
+                        return key
+                    wait = min(wait, when - now)
+            self.changed.wait(wait)
+            return None
 
     def succeeded(self, key: Key, look_again: float) -> None:
         self.failures.pop(key, None)
@@ -643,8 +602,8 @@ class WorkQueue:
     def done(self, key: Key, look_again: float) -> None:
         with self.changed:
             self.busy.remove(key)
-            added = self.due.pop(key, inf)  # while a worker had it
-            self.add(key, min(look_again, added - monotonic()))
+            self.add(key, look_again)
+            self.changed.notify_all()  # it may be due already, or the last one
 
     def attempts(self, key: Key) -> int:
         """How often a key has failed in a row."""
@@ -662,10 +621,13 @@ class WorkQueue:
             now = monotonic()
             return sum(when <= now for when in self.due.values())
 
-    def wake(self) -> None:
-        """Wake everyone who waits for a key."""
+    def close(self, timeout: float) -> bool:
+        """Hand out no more keys. Returns whether all work on them ends within the timeout."""
         with self.changed:
+            self.closed = True
+            self.due.clear()
             self.changed.notify_all()
+            return self.changed.wait_for(lambda: not self.busy, timeout)
 
 
 # ---------------------------------------------------------------- reconcile
@@ -673,12 +635,9 @@ class WorkQueue:
 WORKERS = 4  # enough to hide the API server's latency
 STUCK_SECONDS = 360.0  # a thread that shows no sign of life for this long is stuck
 CATCH_UP_SECONDS = 60.0  # at most, until the watch shows what we wrote
+FINISH_SECONDS = 0.8  # for the work under way when we are told to stop
 EVENT_SECONDS = 2.0  # an event may hold up a worker for this long
 LASTING = 4  # after more failures in a row, the status reports even what may be transient
-VERBS = {
-    "POST": ("created", "deleting"),
-    "PATCH": ("patched", "changing"),
-}  # what we do, and what somebody did
 
 
 class Blocked(Exception):
@@ -694,17 +653,14 @@ class History:
     """What sked did and saw for one SchedExt. It may be lost in a restart."""
 
     def __init__(self) -> None:
-        self.asked = False  # for a DaemonSet: if the name is taken, it exists without our label
-        self.status_after = -inf  # when the next status may be written
-        self.applied_at = -inf  # when we last wrote the DaemonSet
+        self.wrote_at = -inf  # the DaemonSet or the status
+        self.applied_at = -inf  # the DaemonSet
         self.uid, self.generation = "", 0  # that it had then
-        self.in_effect = 0  # the SchedExt's generation when its DaemonSet was last as wanted
-        self.wanted = 0  # a hash of the DaemonSet that was wanted at our last write
-        self.repairs = {}  # since then, by deed: how often in a row, and when the next one may be
-        self.template = (
-            0  # a hash of the DaemonSet's template when its pods were last seen to change
-        )
-        self.revisions = None  # that the pods had then
+        self.wanted = 0  # a hash of the DaemonSet that we want
+        self.writes = 0  # of it in a row; the first is our own wish, all others are repairs
+        self.next_write = {}  # not before, by what is written
+        self.quiet_at = -inf  # when to count the writes afresh
+        self.templates = {}  # by a hash of each: the revisions of the pods that came with it
         self.counts = ()  # of the DaemonSet's pods
         self.counts_since = -inf
 
@@ -717,58 +673,58 @@ class History:
         if is_recent and meta["uid"] == self.uid and meta["generation"] < self.generation:
             raise Blocked("RollingOut", "waiting for the watch to catch up", GATHER_SECONDS)
 
-    def check_pace(self, want: dict, deed: str) -> None:
-        """Before a write: raise Blocked if it is too soon to undo the same deed again.
-
-        Somebody may want the DaemonSet that way for good: a controller, a webhook, a script. So
-        each repair in a row waits longer, until none has been needed for a while.
-        """
-        self.asked = True
-        now, wanted = monotonic(), hash(json.dumps(want))
-        if self.wanted != wanted:
+    def expect(self, want: dict, is_there: bool) -> None:
+        """Count the writes afresh if something else is wanted now, or after a quiet minute."""
+        wanted = hash(json.dumps(want))
+        if wanted != self.wanted:
             self.wanted = wanted
-            self.repairs.clear()
-        times, not_before = self.repairs.get(deed, (0, now))
-        if now < not_before:
-            message = f"somebody keeps {deed}; sked has set it right {times} times in a row, and "
-            message += "waits longer each time"
-            raise Blocked("RollingOut", message, not_before - now)
-        if now > not_before + BLOCKED_SECONDS:
-            del self.repairs[deed]
+            self.writes = int(is_there)
+            self.next_write.clear()
+        elif monotonic() > self.quiet_at:
+            self.writes = min(self.writes, 1)
 
-    def wrote_daemonset(self, daemonset: dict, deed: str) -> int:
-        """Returns how often in a row the same deed was undone."""
-        times = self.repairs.get(deed, (0,))[0] + 1
-        self.applied_at = monotonic()
+    def check_pace(self, what: str) -> None:
+        """Raise Blocked if it is too soon to put the DaemonSet right again.
+
+        Somebody may want it otherwise for good: a controller, a webhook, a script. So each repair
+        in a row waits longer.
+        """
+        wait = self.next_write.get(what, 0.0) - monotonic()
+        if wait > 0:
+            message = f"somebody keeps changing {what}; sked has put it right {self.writes - 1} "
+            message += "times in a row, and waits longer each time"
+            raise Blocked("RollingOut", message, wait)
+
+    def wrote_daemonset(self, daemonset: dict, what: str) -> int:
+        """Returns how often in a row."""
         self.uid = daemonset["metadata"]["uid"]
         self.generation = daemonset["metadata"]["generation"]
-        self.repairs[deed] = times, self.applied_at + backoff(times, RETRY_SECONDS)
         self.wrote()
-        return times
-
-    def took_effect(self, generation: int) -> None:
-        self.in_effect = generation
-
-    def is_in_effect(self, generation: int) -> bool:
-        """Whether the DaemonSet was as this generation of the SchedExt wants it."""
-        return self.in_effect == generation
+        self.applied_at = self.wrote_at
+        self.next_write[what] = self.wrote_at + backoff(self.writes, RETRY_SECONDS)
+        self.quiet_at = self.next_write[what] + BLOCKED_SECONDS
+        self.writes += 1
+        return self.writes
 
     def wrote(self) -> None:
-        """Whatever it was, the next status is at least a second away."""
-        self.status_after = monotonic() + GATHER_SECONDS
+        self.wrote_at = monotonic()
 
     def status_due_in(self) -> float:
-        """Seconds until the status may be written."""
-        return self.status_after - monotonic()
+        """Seconds until the status may be written: not within a second of the last write."""
+        return self.wrote_at + GATHER_SECONDS - monotonic()
 
-    def shows_old_pods(self, daemonset: dict, pods: list[Pod]) -> bool:
-        """Whether the template has changed and no pod has: they are old, or the watch hangs."""
-        template = hash(json.dumps(daemonset["spec"].get("template")))
+    def shows_new_pods(self, daemonset: dict, pods: list[Pod]) -> bool:
+        """Whether these are the pods of a roll-out that is complete. If not, the watch hangs.
+
+        Pods that were made from the current template prove it. After a rollback there may be none,
+        but the same template has come with these pods before. At the first look we believe it.
+        """
+        template = hash(json.dumps(daemonset["spec"]["template"]))
         revisions = {pod.revision for pod in pods}
-        if template != self.template and revisions == self.revisions:
-            return True
-        self.template, self.revisions = template, revisions
-        return False
+        new = {pod.revision for pod in made_from(daemonset, pods)}
+        if new or not self.templates:
+            self.templates[template] = new or revisions
+        return len(revisions) == 1 and revisions == self.templates.get(template)
 
     def steady_seconds(self, counts: tuple, is_known: bool) -> float:
         """How long the counts have been the same; infinite if a former sked reported them."""
@@ -796,27 +752,18 @@ class Operator:
         self.daemonsets = DaemonSets(self, namespace)
         self.pods = Pods(self, namespace)
         self.reflectors = (self.schedexts, self.daemonsets, self.pods)
-        self.workers = []
 
     def run(self) -> None:
         """Work until stop is set."""
         self.start()
         self.stop.wait()
-        self.finish()
+        self.queue.close(FINISH_SECONDS)
 
     def start(self) -> None:
         for reflector in self.reflectors:
             spawn(reflector.run, reflector.name)
-        self.workers = [spawn(self.work, f"worker-{n}") for n in range(WORKERS)]
-
-    def finish(self) -> bool:
-        """Give the workers a moment. Returns whether all of them have ended."""
-        for reflector in self.reflectors:
-            reflector.filled.set()  # they may be waiting for it
-        for worker in self.workers:
-            self.queue.wake()
-            worker.join(0.8 / WORKERS)
-        return not any(worker.is_alive() for worker in self.workers)
+        for n in range(WORKERS):
+            spawn(self.work, f"worker-{n}")
 
     def is_ready(self) -> bool:
         return all(reflector.filled.is_set() for reflector in self.reflectors)
@@ -828,10 +775,10 @@ class Operator:
         """A sign of life of the thread that calls it."""
         self.beats[threading.current_thread()] = monotonic()
 
-    def silent_threads(self) -> list[str]:
+    def silent_threads(self) -> list:
         oldest = monotonic() - STUCK_SECONDS
-        beats = self.beats.copy().items()
-        return sorted(t.name for t, beat in beats if beat < oldest or not t.is_alive())
+        beats = self.beats.copy()
+        return sorted(t.name for t in beats if beats[t] < oldest or not t.is_alive())
 
     def fault(self, who: str, message: str) -> None:
         """Log what keeps somebody from the API server, unless somebody has just logged the same."""
@@ -867,7 +814,7 @@ class Operator:
             result = "error"
             if not isinstance(error, ApiError):
                 log.exception("%s/%s: bug", *key)
-            elif not self.queue.attempts(key):
+            elif error.status not in (404, 409) and not self.queue.attempts(key):
                 log.warning("%s/%s: %s; trying again", *key, error)
             self.queue.failed(key)
         METRICS.reconciled(result, monotonic() - started)
@@ -884,11 +831,16 @@ class Operator:
             return inf
         blocked = None
         try:
-            look_again = self.apply(key, schedext)
-            if look_again is not None:
-                return look_again
+            self.apply(key, schedext)
         except Blocked as error:
             blocked = error
+        except InvalidSpec as error:
+            blocked = Blocked("Rejected", str(error))
+        except ApiError as error:
+            is_passing = error.status not in (400, 403, 422) or "being terminated" in str(error)
+            if is_passing and self.queue.attempts(key) <= LASTING:
+                raise
+            blocked = Blocked("Rejected", f"cannot write the DaemonSet: {str(error)[:1000]}")
         view = self.look(key, schedext)
         status = build_status(view, blocked, timestamp())
         if status != schedext["status"]:
@@ -898,101 +850,76 @@ class Operator:
             self.write_status(key, schedext, status)
         return max(GATHER_SECONDS, changes_in(view, blocked))
 
-    def apply(self, key: Key, schedext: dict) -> float | None:
-        """Create or patch the DaemonSet.
-
-        Returns None if it is as wanted, else the seconds until another look.
-        """
+    def apply(self, key: Key, schedext: dict) -> None:
+        """Create or patch the DaemonSet, if it is not as wanted. Raises Blocked if it must wait."""
         history = self.histories[key]
-        try:
-            want = owned_fields(schedext, self.schedexts.selectors())
-            have = self.daemonsets.get(key)
-            if not have and (schedext["status"] or history.asked):  # else the SchedExt is new
-                have = self.api.get(path_to(DAEMONSETS, *key))  # it may lack our label
-                if not have and not self.exists(schedext):
-                    return inf  # the watch will tell us
-            if have:
-                check_control(schedext, have)
-                history.check_is_current(have)
-                return self.patch(key, schedext, have, want)
-            self.write_daemonset(key, want, "POST", "the DaemonSet", without_unset(want))
-            return GATHER_SECONDS
-        except InvalidSpec as error:
-            raise Blocked("Rejected", str(error)) from None
-        except ApiError as error:
-            if error.status in (404, 409):
-                return GATHER_SECONDS  # the cache is behind
-            if "is being terminated" in str(error):
-                return BLOCKED_SECONDS  # the namespace is being deleted, and the SchedExt with it
-            if error.status in (400, 403, 422) or self.queue.attempts(key) > LASTING:
-                message = f"cannot write the DaemonSet: {str(error)[:1000]}"
-                raise Blocked("Rejected", message) from None
-            raise
-
-    def exists(self, schedext: dict) -> bool:
-        """Whether it still exists: its deletion may not have reached the watch."""
-        found = self.api.get(path_to(SCHEDEXTS, *key_of(schedext)))
-        return bool(found) and found["metadata"]["uid"] == schedext["metadata"]["uid"]
-
-    def patch(self, key: Key, schedext: dict, have: dict, want: dict) -> float | None:
-        """Make the DaemonSet as wanted. Returns None if it is, else when to look again."""
-        history, generation = self.histories[key], schedext["metadata"]["generation"]
-        target = park(want, have, self.pods.select(have["metadata"]["uid"]))
-        fields = differences(target, have)
-        if not fields:
-            history.took_effect(generation)
-            return None
-        what = f"{', '.join(fields)} of the DaemonSet"
-        times = self.write_daemonset(key, want, "PATCH", what, daemonset_patch(target, have))
-        if times == 1 and history.is_in_effect(generation) and is_drift(fields):
+        want = owned_fields(schedext, self.schedexts.selectors())
+        have = self.find(key, schedext)
+        if have:
+            check_control(schedext, have)
+            history.check_is_current(have)
+            want = park(want, have, self.pods.select(have["metadata"]["uid"]))
+        changes = {}
+        target = as_wanted(have, want, changes)
+        history.expect(want, is_there=not changes)
+        if not changes:
+            return
+        what = f"{', '.join(changes)} of the DaemonSet" if have else "the DaemonSet"
+        history.check_pace(what)
+        if have:
+            answer = self.write("PATCH", path_to(DAEMONSETS, *key), merge_patch(have, target))
+        else:
+            answer = self.write("POST", path_to(DAEMONSETS, key[0]), target)
+        writes = history.wrote_daemonset(answer, what)
+        if writes == 2:
             self.tell(schedext, "DriftUndone", f"put back {what}")
-        return GATHER_SECONDS
+        if writes < 3:
+            log.info("%s/%s: applied %s", *key, what)
+        elif writes == 3:
+            log.warning("%s/%s: somebody keeps changing %s", *key, what)
 
-    def write_daemonset(self, key: Key, want: dict, method: str, what: str, body: dict) -> int:
-        """Create or patch it, at a pace. Returns how often in a row the same was needed."""
-        history = self.histories[key]
-        done, deed = VERBS[method]
-        history.check_pace(want, f"{deed} {what}")
-        names = key if method == "PATCH" else key[:1]
-        answer = self.write(method, path_to(DAEMONSETS, *names), body)
-        times = history.wrote_daemonset(answer, f"{deed} {what}")
-        if times == 1:
-            log.info("%s/%s: %s %s", *key, done, what)
-        elif times == 3:  # the first time may have been our own wish
-            log.warning("%s/%s: somebody keeps %s %s", *key, deed, what)
-        return times
+    def find(self, key: Key, schedext: dict) -> dict:
+        """The DaemonSet, or {} if there is none.
+
+        After a failure the cache is not to be trusted. Nor if there once was a DaemonSet: it may
+        only lack our label, or the SchedExt may be gone, too.
+        """
+        found = self.daemonsets.get(key)
+        is_new = not schedext["status"] and not self.histories[key].writes
+        if self.queue.attempts(key) or not found and not is_new:
+            found = self.api.get(path_to(DAEMONSETS, *key))
+            if not found:
+                there = self.api.request("GET", path_to(SCHEDEXTS, *key))
+                if there["metadata"]["uid"] != schedext["metadata"]["uid"]:
+                    raise ApiError(404, "it was deleted and created again")
+        return found or {}
 
     def look(self, key: Key, schedext: dict) -> View:
         """A snapshot of a SchedExt, its DaemonSet and its pods."""
         now, daemonset = monotonic(), self.daemonsets.get(key) or NO_DAEMONSET
-        if not controls(schedext, daemonset):
+        if controller_of(daemonset).get("uid") != schedext["metadata"]["uid"]:
             daemonset = NO_DAEMONSET
         settle = max(SETTLE_SECONDS, daemonset["spec"].get("minReadySeconds", 0))
         pods = self.pods.select(daemonset["metadata"]["uid"])
-        failing = {pod.node for pod in pods if pod.fails(now, settle)}
+        failing = [pod for pod in pods if pod.fails(now, settle)]
+        nodes = {pod.node for pod in failing}
         rivals = {
             other.node: "/".join(other.owner)
-            for other in (self.pods.all() if failing else ())
-            if other.node in failing and other.owner != key
+            for other in (list(self.pods.values()) if failing else ())
+            if other.node in nodes and other.owner != key
             if other.started and not other.fails(now, settle)
         }
-        counts = tuple(count(daemonset, which) for which in ("desired", "current", "updated"))
+        counts = tuple(number(daemonset, which) for which in (DESIRED, CURRENT, UPDATED))
         is_known = condition(schedext["status"], "Ready").get("reason") == "NodesFailing"
         history = self.histories[key]
         steady = history.steady_seconds(counts, is_known)
-        is_behind = history.shows_old_pods(daemonset, pods)
-        return View(schedext, daemonset, pods, rivals, now, settle, steady, is_behind)
+        is_complete = is_observed(daemonset) and number(daemonset, UPDATED) >= counts[0]
+        is_updated = is_complete and history.shows_new_pods(daemonset, pods)
+        return View(schedext, daemonset, pods, failing, rivals, now, settle, steady, is_updated)
 
     def write_status(self, key: Key, schedext: dict, status: dict) -> None:
-        # A merge patch replaces the whole list of conditions, so guard against other writers.
-        version = schedext["metadata"]["resourceVersion"]
-        patch = {"metadata": {"resourceVersion": version}, "status": {"failures": None} | status}
-        try:
-            self.write("PATCH", path_to(SCHEDEXTS, *key, "status"), patch)
-        except ApiError as error:
-            if error.status in (404, 409):
-                return  # it was deleted or changed: the watch will tell us
-            raise
+        patch = merge_patch(schedext, schedext | {"status": status})
+        self.write("PATCH", path_to(SCHEDEXTS, *key, "status"), patch)
         self.histories[key].wrote()
         ready = condition(status, "Ready")
         reason, message = ready["reason"], ready["message"]
@@ -1015,7 +942,8 @@ class Operator:
         """The answer to a write. A leader that has lost its lease exits first."""
         if self.elector:
             self.elector.check()
-        return self.api.request(method, path, body, timeout)
+        # not to validate the fields saves the API server a second decoding
+        return self.api.request(method, path, body, timeout, fieldValidation="Ignore")
 
 
 def build_event(schedext: dict, reason: str, message: str, now: str) -> dict:
@@ -1023,7 +951,7 @@ def build_event(schedext: dict, reason: str, message: str, now: str) -> dict:
     return {
         "apiVersion": "v1",
         "kind": "Event",
-        "metadata": {"generateName": f"{meta['name']}.", "namespace": meta["namespace"]},
+        "metadata": {"generateName": f"{meta['name']}."},
         "involvedObject": {
             "apiVersion": "sked.schedkit.io/v1",
             "kind": "SchedExt",
@@ -1032,15 +960,10 @@ def build_event(schedext: dict, reason: str, message: str, now: str) -> dict:
         "type": "Warning",
         "reason": reason,
         "message": message[:1024],
-        "count": 1,
         "source": {"component": "sked"},
         "firstTimestamp": now,
         "lastTimestamp": now,
     }
-
-
-def controls(schedext: dict, daemonset: dict) -> bool:
-    return controller_of(daemonset).get("uid") == schedext["metadata"]["uid"]
 
 
 def check_control(schedext: dict, daemonset: dict) -> None:
@@ -1051,17 +974,16 @@ def check_control(schedext: dict, daemonset: dict) -> None:
     namespace, name = key_of(schedext)
     owner, meta = controller_of(daemonset), daemonset["metadata"]
     is_leaving = "deletionTimestamp" in meta
-    if controls(schedext, daemonset) and not is_leaving:
+    if owner.get("uid") == schedext["metadata"]["uid"] and not is_leaving:
         return
     if is_leaving or (owner.get("kind"), owner.get("name")) == ("SchedExt", name):
         raise Blocked("RollingOut", f"waiting for the old DaemonSet {name} to be deleted")
-    is_orphan = not owner and meta.get("labels", {}).get(LABEL) == OURS
+    is_orphan = not owner and OURS.items() <= meta.get("labels", {}).items()
     if not is_orphan or daemonset["spec"]["selector"] != {"matchLabels": {"name": name}}:
-        whose = f"belongs to {owner['kind']} {owner['name']}" if owner else "is not sked's"
         raise Blocked(
             "NameTaken",
-            f"a DaemonSet {name} exists and {whose}: give this SchedExt another name, or remove "
-            f"that DaemonSet with 'kubectl delete daemonset -n {namespace} {name}'",
+            f"a DaemonSet {name} exists that is not sked's: give this SchedExt another name, or "
+            f"remove that DaemonSet with 'kubectl delete daemonset -n {namespace} {name}'",
         )
 
 
@@ -1069,6 +991,7 @@ def check_control(schedext: dict, daemonset: dict) -> None:
 
 SUSPENDED = "sked.schedkit.io/suspended"  # a label that no node has
 PARKED = "sked.schedkit.io/parked"  # an annotation, see placement
+POD_FIELDS = ("tolerations", "priorityClassName", "imagePullSecrets", "hostPID")
 CONTAINER_FIELDS = ("args", "env", "resources", "imagePullPolicy", "terminationMessagePolicy")
 SHAPES = {
     "sched": (str, "the image of a scheduler"),
@@ -1119,7 +1042,7 @@ args: null
 env: null
 resources: null
 imagePullPolicy: null
-terminationMessagePolicy: null
+terminationMessagePolicy: File
 volumeMounts: null
 """)
 
@@ -1133,7 +1056,8 @@ def build_daemonset(schedext: dict, yields_to: Iterable[dict] = ()) -> dict:
 
     Raises InvalidSpec, a ValueError, if there can be none.
     """
-    return without_unset(owned_fields(schedext, map(selector_of, yields_to)))
+    want = owned_fields(schedext, map(selector_of, yields_to))
+    return {"apiVersion": "apps/v1", "kind": "DaemonSet"} | as_wanted({}, want, {})
 
 
 def owned_fields(schedext: dict, selectors: Iterable[Selector]) -> dict:
@@ -1161,29 +1085,24 @@ def owned_fields(schedext: dict, selectors: Iterable[Selector]) -> dict:
         "blockOwnerDeletion": True,
     }
     return {
-        "apiVersion": "apps/v1",
-        "kind": "DaemonSet",
         "metadata": {
             "name": name,
             "namespace": meta.get("namespace"),
-            "labels": {LABEL: OURS},
+            "labels": OURS,
             "annotations": {PARKED: None},
-            "ownerReferences": [owner] if meta.get("uid") else None,
+            "ownerReferences": [owner] if meta.get("uid") else [],
         },
         "spec": {
             "selector": {"matchLabels": {"name": name}},
             "updateStrategy": get("updateStrategy"),
             "minReadySeconds": get("minReadySeconds"),
             "template": {
-                "metadata": {"labels": {"name": name, LABEL: OURS}},
+                "metadata": {"labels": {"name": name, **OURS}},
                 "spec": {
                     "containers": [scx, probe] if get("probeImage") else [scx],
                     "nodeSelector": (get("nodeSelector") or {}) | suspended,
                     "affinity": node_affinity(selector_of(schedext), selectors),
-                    "tolerations": get("tolerations"),
-                    "priorityClassName": get("priorityClassName"),
-                    "imagePullSecrets": get("imagePullSecrets"),
-                    "hostPID": get("hostPID"),
+                    **{field: get(field) for field in POD_FIELDS},
                     "volumes": [
                         {"name": n, "hostPath": {"path": path}} for n, path in volumes.items()
                     ],
@@ -1204,70 +1123,64 @@ def check_spec(schedext: dict) -> None:
             raise InvalidSpec(f"spec.{field} must be {words}")
 
 
-def without_unset(value: Any) -> Any:
-    """A copy without the fields that are not set."""
-    if isinstance(value, list):
-        return [without_unset(item) for item in value]
-    if isinstance(value, dict):
-        fields = {name: without_unset(field) for name, field in value.items()}
-        return {name: field for name, field in fields.items() if field not in (None, {}, [])}
-    return value
-
-
 # ---------------------------------------------------------------- what differs
 
-SHARED = (
-    "metadata",
-    "labels",
-    "annotations",
-    "spec",
-    "template",
-)  # others may set fields in these, too
+SHARED = ("metadata", "labels", "annotations", "spec", "template", SCX, PROBE)  # with others
 BLANK = (None, "", [], {})
 DEFAULTS = {  # what the API server fills in, besides blanks
-    "minReadySeconds": 0,
-    "updateStrategy.type": "RollingUpdate",
-    "updateStrategy.rollingUpdate.maxUnavailable": 1,
-    "updateStrategy.rollingUpdate.maxSurge": 0,
-    "hostPID": False,
-    "terminationMessagePolicy": "File",
-    "env.valueFrom.fieldRef.apiVersion": "v1",
-    "env.valueFrom.resourceFieldRef.divisor": 0,
+    "spec.minReadySeconds": 0,
+    "spec.updateStrategy.type": "RollingUpdate",
+    "spec.updateStrategy.rollingUpdate.maxUnavailable": 1,
+    "spec.updateStrategy.rollingUpdate.maxSurge": 0,
+    "spec.template.spec.hostPID": False,
+    "spec.template.spec.containers.scx.terminationMessagePolicy": "File",
+    "spec.template.spec.containers.scx.env.valueFrom.fieldRef.apiVersion": "v1",
+    "spec.template.spec.containers.scx.env.valueFrom.resourceFieldRef.divisor": 0,
 }
-AMOUNTS = ("resources.", "env.valueFrom.resourceFieldRef.divisor")
+AMOUNTS = (
+    "spec.template.spec.containers.scx.resources.",
+    "spec.template.spec.containers.scx.env.valueFrom.resourceFieldRef.divisor",
+)
+LATEST = re.compile(r"(.*/)?[^/:@]+(:latest(@.*)?)?")  # an image whose tag is latest
 
 
-def differences(want: dict, have: dict) -> list[str]:
-    """The fields that sked owns and that are not as wanted. It ignores all others."""
-    return [
-        place + field
-        for place, field, mine, theirs in owned(want, have)
-        if mine != theirs and plain(field, mine) != plain(field, theirs)
-    ]
+def as_wanted(have: dict, want: dict, changes: dict, path: str = "") -> dict:
+    """What is there, with sked's own fields as wanted. Notes each change, by its path.
 
-
-def owned(want: dict, have: dict, place: str = "") -> Iterator[tuple[str, str, Any, Any]]:
-    """Place, name, wanted value and actual value of each field that sked owns."""
+    A value that means the same stays as it is. None of the other fields is looked at.
+    """
+    fields = dict(have)
     for name, mine in want.items():
-        theirs = have.get(name)
-        if name in SHARED:
-            yield from owned(mine, theirs or {}, f"{place}{name}.")
-        elif name == "containers":
-            there = {c["name"]: with_pull_policy(c) for c in theirs or ()}
-            yield place, name, sorted(c["name"] for c in mine), sorted(there)
-            for c in map(with_pull_policy, mine):
-                yield from owned(c, there.get(c["name"], {}), f"{place}{name}.{c['name']}.")
-        elif name == "ownerReferences":
-            yield place, name, mine, [owner for owner in theirs or () if owner in mine]
-        elif place:  # not apiVersion and kind, which listed objects lack
-            yield place, name, mine, theirs
+        here, theirs = path + name, have.get(name)
+        if name in SHARED and mine:
+            fields[name] = as_wanted(theirs or {}, mine, changes, f"{here}.") or None
+            continue
+        if name == "containers":
+            there = by_name(theirs)
+            ours = dict.fromkeys(there) | by_name(mine)  # all others must go
+            fields[name] = list(as_wanted(there, ours, changes, f"{here}.").values())
+            continue
+        if name == "ownerReferences":  # those of others stay
+            owners = {owner["uid"]: owner for owner in [*(theirs or ()), *mine]}
+            mine = list(owners.values())
+        elif name == "imagePullPolicy":  # the API server picks one by the image's tag
+            default = "Always" if LATEST.fullmatch(want["image"]) else "IfNotPresent"
+            mine, theirs = mine or default, theirs or default
+        if mine != theirs and plain(here, mine) != plain(here, theirs):
+            fields[name] = mine
+            changes[here] = plain(here, mine)
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def by_name(containers: list | None) -> dict:
+    return {container["name"]: container for container in containers or ()}
 
 
 def plain(path: str, value: Any) -> Any:
     """A field in one spelling. None if it is blank or the API server's default."""
     if isinstance(value, list):
         value = [plain(path, item) for item in value]
-    elif isinstance(value, dict) and path != "nodeSelector":  # whose values may be blank
+    elif isinstance(value, dict) and not path.endswith("nodeSelector"):  # its values may be blank
         fields = {name: plain(f"{path}.{name}", field) for name, field in value.items()}
         value = {name: field for name, field in fields.items() if field is not None}
     elif path.startswith(AMOUNTS):
@@ -1276,50 +1189,27 @@ def plain(path: str, value: Any) -> Any:
     return None if value in BLANK or value == DEFAULTS.get(path) else value
 
 
-def with_pull_policy(container: dict) -> dict:
-    """The API server picks a policy by the image's tag."""
-    name, at, _ = container["image"].rpartition("/")[2].partition("@")
-    tag = name.partition(":")[2] or at or "latest"
-    policy = "Always" if tag == "latest" else "IfNotPresent"
-    return container | {"imagePullPolicy": container.get("imagePullPolicy") or policy}
+def merge_patch(have: dict, target: dict) -> dict:
+    """The JSON merge patch that makes one of the other: null removes a field.
 
-
-def is_drift(fields: list[str]) -> bool:
-    """Whether any of these fields does not change with the node pools."""
-    pools = ("spec.template.spec.affinity", "spec.updateStrategy", "metadata.annotations")
-    return not all(field.startswith(pools) for field in fields)
-
-
-def daemonset_patch(target: dict, have: dict) -> dict:
-    """The patch that makes a DaemonSet as wanted. It fails if another one took its name."""
-    patch = {part: merge_patch(part, have[part], target[part]) for part in ("metadata", "spec")}
-    meta, seen = patch["metadata"], have["metadata"]
-    meta["uid"] = seen["uid"]
-    owners = seen.get("ownerReferences", [])
-    [ours] = meta.pop("ownerReferences")
-    if ours not in owners:
-        others = [owner for owner in owners if owner["uid"] != ours["uid"]]
-        meta["ownerReferences"] = [*others, ours]
-    if ours not in owners or parked_as(target) != parked_as(have):
-        meta["resourceVersion"] = seen["resourceVersion"]  # fail if it changed since we looked
+    It fails if somebody has changed the object since we looked.
+    """
+    patch = {}
+    for name in have | target:
+        theirs, mine = have.get(name), target.get(name)
+        if isinstance(theirs, dict) and isinstance(mine, dict):
+            theirs, mine = {}, merge_patch(theirs, mine)
+        if mine != theirs or name == "resourceVersion":
+            patch[name] = mine
     return patch
-
-
-def merge_patch(field: str, have: Any, want: Any) -> Any:
-    """The JSON merge patch for a field: null removes, and what sked does not own stays."""
-    if field == "containers" and isinstance(want, list):  # a patch replaces the whole list
-        there = {c["name"]: c for c in have}
-        merged = [there.get(c["name"], {}) | with_pull_policy(c) for c in want]
-        return [{name: c[name] for name in c if c[name] is not None} for c in merged]
-    if not isinstance(have, dict) or not isinstance(want, dict):
-        return want
-    gone = {} if field in SHARED else dict.fromkeys(have)
-    return gone | {name: merge_patch(name, have.get(name), want[name]) for name in want}
 
 
 # ---------------------------------------------------------------- placement
 
 MAX_TERMS = 100  # of a node affinity
+DESIRED = "desiredNumberScheduled"  # counts of a DaemonSet: nodes that should have a pod,
+CURRENT = "currentNumberScheduled"  # those of them that have one,
+UPDATED = "updatedNumberScheduled"  # and one of the current template
 PLACEMENT = {"spec.template.spec.nodeSelector", "spec.template.spec.affinity"}
 
 
@@ -1341,7 +1231,7 @@ def node_affinity(mine: Selector, others: Iterable[Selector]) -> dict | None:
     if not winners:
         return None
     terms = {frozenset()}
-    for winner in sorted(winners, key=lambda winner: (len(winner), sorted(winner))):
+    for winner in sorted(winners, key=sorted):
         terms = {term | {pair} for term in terms for pair in winner - mine}
         terms = {term for term in terms if not any(wider < term for wider in terms)}
         if len(terms) > MAX_TERMS:
@@ -1375,13 +1265,15 @@ def park(want: dict, have: dict, pods: list[Pod]) -> dict:
     run. It stays parked as long as that is what they should run, whatever the nodes are doing.
     Otherwise the wanted strategy comes back, and all pods follow.
     """
-    staying = [pod for pod in pods if not pod.leaving]
-    news = {field for field in differences(want, have) if field.startswith("spec.template.")}
+    changes = {}
+    as_wanted(have, want, changes)
+    news = {path for path in changes if path.startswith("spec.template.")}
+    moves_only = news <= PLACEMENT
     if parked_as(have):  # unless a pod was made from a template that somebody else had changed
-        is_spoilt = not news <= PLACEMENT and has_current(have, staying)
+        is_spoilt = not moves_only and made_from(have, pods)
         parks = parked_as(have) == fingerprint(want, have) and not is_spoilt
     else:
-        parks = bool(news) and news <= PLACEMENT and is_rolled_out(have, staying)
+        parks = bool(news) and moves_only and is_rolled_out(have, pods)
     if not parks:
         return want
     return want | {
@@ -1390,38 +1282,38 @@ def park(want: dict, have: dict, pods: list[Pod]) -> dict:
     }
 
 
-def is_rolled_out(daemonset: dict, staying: list[Pod]) -> bool:
+def is_rolled_out(daemonset: dict, pods: list[Pod]) -> bool:
     """Whether all pods are of the current template, by the counts or by the pods themselves.
 
     The counts may lag and leave out lost nodes; the watch of pods may hang. Raises Blocked while
     the DaemonSet controller has not seen the last change.
     """
-    if not staying and not count(daemonset, "current"):
+    if not pods and not number(daemonset, CURRENT):
         return False  # nothing runs that could restart
     if not is_observed(daemonset):
         raise Blocked("RollingOut", "waiting for the DaemonSet controller", GATHER_SECONDS)
-    all_updated = count(daemonset, "updated") == count(daemonset, "current") > 0
-    if all_updated and not daemonset["status"].get("numberMisscheduled"):
+    all_updated = number(daemonset, UPDATED) == number(daemonset, CURRENT) > 0
+    if all_updated and not number(daemonset, "numberMisscheduled"):
         return True
-    is_one_revision = len({pod.revision for pod in staying}) == 1
-    return is_one_revision and (all_updated or has_current(daemonset, staying))
+    is_one_revision = len({pod.revision for pod in pods}) == 1
+    return is_one_revision and bool(all_updated or made_from(daemonset, pods))
 
 
-def has_current(daemonset: dict, pods: list[Pod]) -> bool:
-    """Whether a pod was made from the current template."""
+def made_from(daemonset: dict, pods: list[Pod]) -> list[Pod]:
+    """Those that were made from its current template."""
     current = annotation(daemonset, "deprecated.daemonset.template.generation")
-    return current in [pod.template for pod in pods]
+    return [pod for pod in pods if pod.template == current]
 
 
 def fingerprint(want: dict, have: dict) -> str:
     """Changes exactly when the pods have to restart, wherever they run."""
-    fields = {
-        place + field: plain(field, mine)
-        for place, field, mine, _ in owned(want, {})
-        if place.startswith("spec.template.") and place + field not in PLACEMENT
+    fields = {}
+    as_wanted({}, want, fields)
+    runs = {
+        p: v for p, v in fields.items() if p.startswith("spec.template.") and p not in PLACEMENT
     }
-    fields["restart"] = annotation(have["spec"]["template"], "kubectl.kubernetes.io/restartedAt")
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
+    runs["restart"] = annotation(have["spec"]["template"], "kubectl.kubernetes.io/restartedAt")
+    return hashlib.sha256(json.dumps(runs, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def parked_as(daemonset: dict) -> str | None:
@@ -1438,9 +1330,9 @@ def is_observed(daemonset: dict) -> bool:
     return daemonset["status"].get("observedGeneration") == daemonset["metadata"]["generation"]
 
 
-def count(daemonset: dict, which: str) -> int:
-    """How many pods are 'desired', 'current' or 'updated'."""
-    return daemonset["status"].get(f"{which}NumberScheduled", 0)
+def number(daemonset: dict, which: str) -> int:
+    """One of the counts in its status."""
+    return daemonset["status"].get(which, 0)
 
 
 # ---------------------------------------------------------------- status
@@ -1460,18 +1352,20 @@ class View(NamedTuple):
     schedext: dict
     daemonset: dict
     pods: list[Pod]
-    rivals: dict[str, str]  # by node where our pod fails: the SchedExt whose scheduler runs there
+    failing: list[Pod]
+    rivals: dict  # by node where one fails: the SchedExt whose scheduler runs there
     now: float
     settle: float  # seconds that a pod must stay up before it counts as ready
     steady: float  # seconds for which the counts of the DaemonSet have been the same
-    is_behind: bool  # the template has changed, and no pod has
+    is_updated: bool  # all pods run the current template
 
-    def staying(self) -> list[Pod]:
-        return [pod for pod in self.pods if not pod.leaving]
+    def waits(self) -> list[float]:
+        """Seconds until each pod that is up has settled; not positive once it has."""
+        return [pod.settles_in(self.now, self.settle) for pod in self.pods if pod.started]
 
     def lacking(self) -> int:
         """How many nodes want a pod and have none."""
-        return max(0, count(self.daemonset, "desired") - count(self.daemonset, "current"))
+        return number(self.daemonset, DESIRED) - number(self.daemonset, CURRENT)
 
 
 def build_status(view: View, blocked: Blocked | None, now: str) -> dict:
@@ -1489,7 +1383,7 @@ def build_status(view: View, blocked: Blocked | None, now: str) -> dict:
     conditions = [c for c in old.get("conditions", ()) if c["type"] not in ("Ready", "Stalled")]
     for kind, state in states.items():
         before = condition(old, kind)
-        moved = before.get("status") != state
+        stays = before.get("status") == state
         conditions.append(
             {
                 "type": kind,
@@ -1497,24 +1391,25 @@ def build_status(view: View, blocked: Blocked | None, now: str) -> dict:
                 "reason": reason,
                 "message": message,
                 "observedGeneration": generation,
-                "lastTransitionTime": now if moved else before.get("lastTransitionTime", now),
+                "lastTransitionTime": before.get("lastTransitionTime", now) if stays else now,
             }
         )
-    status = {"observedGeneration": generation, "nodes": nodes, "conditions": conditions}
-    if failures:
-        status["failures"] = failures[:MAX_FAILURES]
-    return status
+    return {
+        "observedGeneration": generation,
+        "nodes": nodes,
+        "failures": failures[:MAX_FAILURES],
+        "conditions": conditions,
+    }
 
 
 def condition(status: dict, kind: str) -> dict:
     return next((c for c in status.get("conditions", ()) if c["type"] == kind), {})
 
 
-def build_failures(view: View) -> list[dict]:
+def build_failures(view: View) -> list:
     """One for each failing pod, sorted by node."""
-    failing = [pod for pod in view.staying() if pod.fails(view.now, view.settle)]
     failures = []
-    for pod in sorted(failing, key=lambda pod: (pod.node, pod.name)):
+    for pod in sorted(view.failing, key=lambda pod: (pod.node, pod.name)):
         reason, message = pod.reason, pod.message
         if reason == CRASHED and pod.node in view.rivals:
             reason = "AlreadyAttached"
@@ -1530,46 +1425,40 @@ def build_failures(view: View) -> list[dict]:
 
 def count_nodes(view: View, failing: int) -> dict:
     """The DaemonSet says how many nodes there are; pods say who has settled and who fails."""
-    waits = [pod.settles_in(view.now, view.settle) for pod in view.staying()]
-    settled, young = sum(wait <= 0 for wait in waits), sum(0 < wait < inf for wait in waits)
+    waits = view.waits()
+    young = sum(wait > 0 for wait in waits)
     if view.steady >= SETTLE_SECONDS:
         failing += view.lacking()
     return {
-        "desired": count(view.daemonset, "desired"),
-        "ready": min(settled, max(0, view.daemonset["status"].get("numberReady", 0) - young)),
-        "updated": count(view.daemonset, "current" if parked_as(view.daemonset) else "updated"),
+        "desired": number(view.daemonset, DESIRED),
+        "ready": min(len(waits) - young, max(0, number(view.daemonset, "numberReady") - young)),
+        "updated": number(view.daemonset, CURRENT if parked_as(view.daemonset) else UPDATED),
         "failing": failing,
     }
 
 
-def ready_reason(view: View, nodes: dict, failures: list[dict]) -> Problem:
+def ready_reason(view: View, nodes: dict, failures: list) -> Problem:
     """Reason and message of the Ready condition if the DaemonSet is as it should be."""
     desired = nodes["desired"]
     if not is_observed(view.daemonset):
         return "RollingOut", "waiting for the DaemonSet controller"
     if view.schedext["spec"].get("suspend"):
-        left = len(view.pods) or view.daemonset["status"].get("numberMisscheduled", 0)
+        left = number(view.daemonset, "numberMisscheduled")
         if left:
             return "RollingOut", f"suspended; pods that have not ended yet: {left}"
         return "Suspended", "runs on no node; set spec.suspend to false to resume"
     if not desired:
         pairs = ",".join("=".join(pair) for pair in sorted(selector_of(view.schedext)))
-        command = f"kubectl get nodes -l {pairs}" if pairs else "kubectl get nodes"
+        command = f"kubectl get nodes --selector={pairs}"
         return "NoNodes", f"no node matches: check labels and taints with '{command}'"
     if nodes["failing"]:
         return "NodesFailing", failing_message(view, nodes, failures)
-    if nodes["ready"] >= desired and (parked_as(view.daemonset) or is_updated(view, nodes)):
+    if nodes["ready"] >= desired and (view.is_updated or parked_as(view.daemonset)):
         return "AllReady", f"running on {desired} of {desired} nodes"
     return "RollingOut", rolling_message(view, nodes)
 
 
-def is_updated(view: View, nodes: dict) -> bool:
-    """Whether the DaemonSet's numbers and its pods agree that all of them are new."""
-    revisions = {pod.revision for pod in view.staying()}
-    return nodes["updated"] >= nodes["desired"] and len(revisions) == 1 and not view.is_behind
-
-
-def failing_message(view: View, nodes: dict, failures: list[dict]) -> str:
+def failing_message(view: View, nodes: dict, failures: list) -> str:
     message = f"failing on {nodes['failing']} of {nodes['desired']} nodes; "
     namespace, name = key_of(view.schedext)
     if failures:
@@ -1588,11 +1477,11 @@ def rolling_message(view: View, nodes: dict) -> str:
     namespace, name = key_of(view.schedext)
     message = "ready on {ready} of {desired} nodes, updated on {updated}".format(**nodes)
     strategy = view.daemonset["spec"].get("updateStrategy", {}).get("type")
-    if view.is_behind and nodes["updated"] >= nodes["desired"]:
-        message += "; waiting for the watch to show the new pods"
-    elif any(0 < pod.settles_in(view.now, view.settle) < inf for pod in view.staying()):
+    if number(view.daemonset, UPDATED) >= nodes["desired"] and not view.is_updated:
+        message += "; waiting for the old pods to go"
+    elif any(wait > 0 for wait in view.waits()):
         message += f"; waiting to see them stay up for {view.settle:.0f} s"
-    elif strategy == "OnDelete" and nodes["updated"] < count(view.daemonset, "current"):
+    elif strategy == "OnDelete" and nodes["updated"] < number(view.daemonset, CURRENT):
         command = f"kubectl delete pod -n {namespace} -l name={name}"
         message += f"; updateStrategy is OnDelete: delete the old pods with '{command}'"
     return message
@@ -1600,12 +1489,12 @@ def rolling_message(view: View, nodes: dict) -> str:
 
 def changes_in(view: View, blocked: Blocked | None) -> float:
     """Seconds until time alone may change the status."""
-    waits = [pod.settles_in(view.now, view.settle) for pod in view.pods]
+    waits = view.waits()
     if blocked:
         waits.append(blocked.look_again)
     if view.lacking():
         waits.append(SETTLE_SECONDS - view.steady)
-    if any(pod.reason for pod in view.pods):
+    if view.failing:
         waits.append(BLOCKED_SECONDS)  # another scheduler may have left the node
     return min((wait for wait in waits if wait > 0), default=inf)
 
@@ -1643,7 +1532,7 @@ class Elector:
             os._exit(1)
 
     def run(self, operator: Operator) -> None:
-        """Take the lease when it is free, start the operator, and renew until it stops."""
+        """Take the lease when it is free, start the operator, renew, and hand over at the end."""
         log.info("waiting for the lease as %s", self.identity)
         while not operator.stop.is_set():
             operator.beat()
@@ -1660,6 +1549,10 @@ class Elector:
                 log.info("leading")
                 operator.start()
             operator.stop.wait(RENEW_SECONDS)
+        if operator.queue.close(FINISH_SECONDS) and self.leads():
+            spec = self.lease["spec"] | {"holderIdentity": "", "leaseDurationSeconds": 1}
+            with suppress(ApiError):
+                self.put(spec, timeout=0.6)
 
     def take(self) -> None:
         """Take or renew the lease if it is free or ours."""
@@ -1669,7 +1562,7 @@ class Elector:
                 self.lease = lease
                 self.seen = monotonic()
         asked = monotonic()
-        spec, now = self.lease.get("spec") or {}, timestamp("microseconds")
+        spec, now = self.lease.get("spec") or {}, timestamp("%Y-%m-%dT%H:%M:%S.%fZ")
         holder = spec.get("holderIdentity")
         if holder != self.identity:
             self.renewed = -inf
@@ -1686,17 +1579,10 @@ class Elector:
         """PUT also creates a Lease; its resourceVersion makes it a compare-and-swap."""
         self.lease = self.api.request("PUT", self.path, self.lease | {"spec": spec}, timeout)
 
-    def release(self) -> None:
-        """Hand over at once."""
-        if self.leads():
-            spec = self.lease["spec"] | {"holderIdentity": "", "leaseDurationSeconds": 1}
-            with suppress(ApiError):
-                self.put(spec, timeout=0.6)
-
 
 # ---------------------------------------------------------------- health and metrics
 
-METRICS_HELP = """
+METRICS_HELP = """\
 controller_runtime_reconcile_total counter Passes over a SchedExt, by result.
 controller_runtime_reconcile_time_seconds histogram Duration of such a pass.
 rest_client_requests_total counter Requests to the API server, by HTTP status (0: no answer).
@@ -1711,34 +1597,32 @@ MAX_CONNECTIONS = 64  # to each of our own HTTP servers
 Page = tuple[int, str]  # HTTP status and text
 
 
-class Metrics:
+class Metrics(Counter):
     """Samples, by name and labels as Prometheus writes them. No label needs escaping."""
 
-    def __init__(self) -> None:
-        self.samples = defaultdict(float)
-        self.lock = threading.Lock()
+    lock = threading.Lock()
 
     def requested(self, method: str, status: int) -> None:
         with self.lock:
-            self.samples[f'rest_client_requests_total{{code="{status}",method="{method}"}}'] += 1
+            self[f'rest_client_requests_total{{code="{status}",method="{method}"}}'] += 1
 
     def reconciled(self, result: str, seconds: float) -> None:
         """Count a pass; its duration is in each bucket that is large enough."""
         name, label = "controller_runtime_reconcile", 'controller="schedext"'
         with self.lock:
-            self.samples[f'{name}_total{{{label},result="{result}"}}'] += 1
-            self.samples[f"{name}_time_seconds_sum{{{label}}}"] += seconds
-            self.samples[f"{name}_time_seconds_count{{{label}}}"] += 1
+            self[f'{name}_total{{{label},result="{result}"}}'] += 1
+            self[f"{name}_time_seconds_sum{{{label}}}"] += seconds
+            self[f"{name}_time_seconds_count{{{label}}}"] += 1
             for bound in BUCKETS:
                 bucket = f'{name}_time_seconds_bucket{{{label},le="{bound}"}}'
-                self.samples[bucket] += seconds <= float(bound)
+                self[bucket] += seconds <= float(bound)
 
-    def text(self, gauges: dict[str, float]) -> str:
+    def text(self, gauges: dict) -> str:
         """All of it, as Prometheus reads it."""
         with self.lock:
-            samples = self.samples | gauges
+            samples = {**self, **gauges}
         lines = []
-        for line in METRICS_HELP.strip().splitlines():
+        for line in METRICS_HELP.splitlines():
             name, kind, meaning = line.split(" ", 2)
             lines += [f"# HELP {name} {meaning}", f"# TYPE {name} {kind}"]
             lines += [f"{s} {float(samples[s])}" for s in samples if s.startswith(name)]
@@ -1754,8 +1638,8 @@ def review(api: Api, authorization: str, minute: int) -> int:
 
     Answers are cached; the minute makes sure that they expire.
     """
-    kind, _, token = authorization.partition(" ")
-    if kind.lower() != "bearer" or not token:
+    token = authorization.partition(" ")[2]
+    if not token:
         return 401
     path = "/apis/authentication.k8s.io/v1/tokenreviews"
     answer = api.request("POST", path, {"spec": {"token": token}}, timeout=5)["status"]
@@ -1787,7 +1671,7 @@ def metrics(operator: Operator, authorization: str) -> Page:
         f'leader_election_master_status{{name="{LEASE_NAME}"}}': operator.leads(),
         f'sked_build_info{{version="{__version__}"}}': 1,
     }
-    for schedext in operator.schedexts.all():
+    for schedext in list(operator.schedexts.values()):
         namespace, name = key_of(schedext)
         if not schedext["spec"].get("suspend"):  # else an alert would fire because it runs nowhere
             for state, nodes in schedext["status"].get("nodes", {}).items():
@@ -1802,7 +1686,7 @@ def secure_metrics(operator: Operator, authorization: str) -> Page:
     except ApiError as error:
         return 503, str(error)
     if status != 200:
-        return status, http.HTTPStatus(status).phrase
+        return status, "not authorized to get /metrics"
     return metrics(operator, authorization)
 
 
@@ -1832,8 +1716,6 @@ class Server(http.server.ThreadingHTTPServer):
         self, address: str, operator: Operator, pages: dict, certificate: str = ""
     ) -> None:
         host, _, port = address.rpartition(":")
-        if not port.isdigit() or int(port) > 65535:
-            raise ValueError(f"{address!r} is not an address such as :8081 or 127.0.0.1:8081")
         if socket.has_dualstack_ipv6() and (not host or ":" in host):
             self.address_family = socket.AF_INET6
         self.operator = operator
@@ -1842,8 +1724,8 @@ class Server(http.server.ThreadingHTTPServer):
         self.held = []  # the connections, the oldest first
         try:
             super().__init__((host.strip("[]"), int(port)), Handler)
-        except OSError as error:
-            raise ValueError(f"cannot listen at {address}: {error.strerror}") from None
+        except (OSError, ValueError, OverflowError) as error:
+            raise ValueError(f"cannot listen at {address!r}, such as :8081: {error}") from None
         spawn(self.serve_forever, address)
 
     def get_request(self) -> tuple:
@@ -1898,12 +1780,14 @@ def self_signed() -> str:
 
 # ---------------------------------------------------------------- the command line
 
+STOP_SECONDS = 1.8  # from SIGTERM to our end, whatever is under way
+
 
 def load_configuration(path: str | None, context: str | None) -> Configuration:
     """The flag, else $KUBECONFIG, else the pod's own, else ~/.kube/config."""
     configuration = Configuration()
     path = path or os.environ.get("KUBECONFIG")
-    if not path and not context and "KUBERNETES_SERVICE_HOST" in os.environ:
+    if not (path or context) and "KUBERNETES_SERVICE_HOST" in os.environ:
         kubeconfig.load_incluster_config(configuration)
         return configuration
     path = path or "~/.kube/config"
@@ -1923,8 +1807,9 @@ def load_configuration(path: str | None, context: str | None) -> Configuration:
 def render(stream: Any) -> str:
     """The DaemonSets of the SchedExts in a YAML stream, as YAML."""
     documents = [obj for obj in yaml.safe_load_all(stream) if isinstance(obj, dict)]
-    lists = [obj["items"] for obj in documents if isinstance(obj.get("items"), list)]
-    documents += [obj for items in lists for obj in items if isinstance(obj, dict)]
+    for obj in documents:  # which grows by the items of each list
+        if isinstance(obj.get("items"), list):
+            documents += [item for item in obj["items"] if isinstance(item, dict)]
     schedexts = [obj for obj in documents if obj.get("kind") == "SchedExt"]
     if not schedexts:
         raise ValueError("the input contains no SchedExt")
@@ -1938,9 +1823,9 @@ def go_bool(text: str) -> bool:
     return text.lower() in ("1", "t", "true")
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    description = __doc__.partition("\n")[0]
-    parser = argparse.ArgumentParser("sked", description=description, allow_abbrev=False)
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    words = __doc__.partition("\n")[0]
+    parser = argparse.ArgumentParser("sked", description=words, allow_abbrev=False)
     flag = parser.add_argument
     switch = {"nargs": "?", "const": True, "type": go_bool, "metavar": "BOOL"}
     flag("--kubeconfig", metavar="FILE", help="default: $KUBECONFIG, the pod's own, ~/.kube/config")
@@ -1977,12 +1862,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="of tls.crt and tls.key for the metrics (default: self-signed)",
     )
     flag("--enable-http2", default=False, help="for compatibility; must be false", **switch)
-    flag(
-        "--log-level",
-        default="info",
-        choices=("debug", "info", "warning", "error"),
-        help="default: info",
-    )
+    flag("--log-level", default="info", help="debug, info (default), warning or error")
     for name in ("devel", "encoder", "log-level", "stacktrace-level", "time-encoding"):
         flag(f"--zap-{name}", nargs="?", help=argparse.SUPPRESS)  # the Go operator's
     flag("--version", action="version", version=__version__)
@@ -1992,9 +1872,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def lease_namespace(flag: str | None) -> str:
-    if flag:
-        return flag
+def pod_namespace() -> str:
     try:
         with open("/var/run/secrets/kubernetes.io/serviceaccount/namespace") as file:
             return file.read().strip()
@@ -2022,7 +1900,7 @@ def run(args: argparse.Namespace) -> None:
     api = Api(lambda: load_configuration(args.kubeconfig, args.context))
     elector = None
     if args.leader_elect:
-        elector = Elector(api, lease_namespace(args.leader_election_namespace))
+        elector = Elector(api, args.leader_election_namespace or pod_namespace())
     operator = Operator(api, args.namespace, elector)
     signals = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # in all threads: sigwait takes them
@@ -2030,34 +1908,28 @@ def run(args: argparse.Namespace) -> None:
     gc.freeze()  # never look through what is loaded by now: that saves 10 % of CPU
     where = args.namespace or "all namespaces"
     log.info("sked %s: watching SchedExts in %s at %s", __version__, where, api.host)
-    if elector:
-        renewal = spawn(functools.partial(elector.run, operator), "lease")
-    else:
-        operator.start()
+    runs = functools.partial(elector.run, operator) if elector else operator.run
+    runner = spawn(runs, "lease")
     signal.sigwait(signals)
     operator.stop.set()
-    if operator.finish() and elector:
-        renewal.join(0.4)  # else our release could conflict with its last renewal
-        elector.release()
+    runner.join(STOP_SECONDS)
     log.info("stopped")
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parse(sys.argv[1:] if argv is None else argv)
-    style = "%(asctime)sZ %(levelname)-7s %(message)s"
-    logging.basicConfig(level=args.log_level.upper(), format=style, datefmt="%Y-%m-%dT%H:%M:%S")
+def main(argv: list[str] | None = None) -> str | None:
+    """Returns what went wrong, in one line."""
+    args = parse(argv)
+    style, times = "%(asctime)sZ %(levelname)-7s %(message)s", "%Y-%m-%dT%H:%M:%S"
     logging.Formatter.converter = time.gmtime
-    urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
+    urllib3.disable_warnings()  # of a kubeconfig that says insecure-skip-tls-verify
     try:
+        logging.basicConfig(level=args.log_level.upper(), format=style, datefmt=times)
         if not args.render:
-            run(args)
-        else:
-            with open(0 if args.render == "-" else args.render) as stream:
-                print(render(stream), end="")
+            return run(args)
+        with open(0 if args.render == "-" else args.render) as stream:
+            return print(render(stream), end="")
     except UNUSABLE as error:
-        print("sked:", " ".join(str(error).split()), file=sys.stderr)
-        return 1
-    return 0
+        return f"sked: {' '.join(str(error).split())}"
 
 
 if __name__ == "__main__":
