@@ -3,8 +3,8 @@
     API server --watch--> Reflector --key--> WorkQueue --> worker --> reconcile
     reconcile: build_daemonset -> create or patch -> build_status -> patch the status
 
-The operator is in the middle of this file: reconcile, the DaemonSet, what differs, placement,
-status. Around it stands what controller-runtime gives a Go operator: the API client, watching, the
+The operator is in the middle of this file: pods, reconcile, the DaemonSet, what differs, placement,
+status. Around it is what controller-runtime gives a Go operator: the API client, watching, the
 queue, the lease, metrics. That part is written by hand because the kubernetes package's own costs
 up to 30 MiB, rejects fields it does not know, and loses errors of watches and leases.
 
@@ -19,7 +19,7 @@ Throughout this file:
 Three rules keep it simple:
     Only keys travel through the queue. reconcile reads the caches and never asks what woke it.
     Each cache has one writer, its reflector. What sked writes comes back through the watch.
-    sked never acts on a DaemonSet older than its own last write, and never deletes anything.
+    sked does not act on a DaemonSet older than its own last write, and never deletes anything.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ log = logging.getLogger("sked")
 
 
 def backoff(failures: int, most: float) -> float:
-    """Seconds to wait after so many failures in a row: about 1, 2, 4, ...; after none, half."""
+    """Seconds to wait after so many failures in a row: about 1, 2, 4, ...; half after none."""
     return min(most, 2.0 ** min(failures - 1, 20)) * random.uniform(0.75, 1.0)
 
 
@@ -112,9 +112,9 @@ EVENTS = "/api/v1{}/events"
 LEASES = "/apis/coordination.k8s.io/v1{}/leases"
 
 CONNECT_SECONDS = 10.0
-REQUEST_SECONDS = 30.0  # only a watch takes the API server longer
+REQUEST_SECONDS = 30.0  # for everything but a watch
 WATCH_SECONDS = 240  # after this the API server ends a watch
-POOL_CONNECTIONS = 12  # one for each thread that may talk to the API server
+POOL_CONNECTIONS = 12  # more than the threads that usually talk to the API server
 
 
 def path_to(resource: str, namespace: str, *names: str) -> str:
@@ -130,7 +130,7 @@ class ApiError(Exception):
         self.status = status
 
 
-UNUSABLE = (  # what a bad configuration or a bad connection raises
+SETUP_OR_NETWORK_ERRORS = (
     HTTPError,
     OSError,
     ValueError,
@@ -228,7 +228,7 @@ class Api:
                 if response.status >= 300:
                     raise self.refusal(response)
                 yield response
-        except UNUSABLE as error:
+        except SETUP_OR_NETWORK_ERRORS as error:
             METRICS.requested(method, 0)
             if isinstance(error, SSLError):
                 self.must_connect = True
@@ -266,8 +266,8 @@ PAGE_ITEMS = 100  # of a list
 class Reflector(dict):
     """A cache of one resource, by key, that follows the API server.
 
-    Each kind has a method changed(old, new), which queues the keys that a change concerns. None
-    means that there is no object.
+    Each subclass has a RESOURCE and a method changed(old, new), which queues the keys that a change
+    concerns. None stands for an object that does not exist.
     """
 
     QUERY = {"labelSelector": "managed-by=sked-controller"}
@@ -299,11 +299,11 @@ class Reflector(dict):
         version = ""
         while not self.operator.stop.is_set():
             since, version = version, ""  # after a failure, list again
-            self.failures += 1
+            self.failures += 1  # until the watch opens
             try:
                 version = self.follow(since or self.fill())
             except ApiError as error:
-                if error.status not in (404, 410):  # which only mean: list again
+                if error.status not in (404, 410):  # of a watch: these only mean to list again
                     self.operator.fault(self.name, str(error))
             except Exception:
                 log.exception("%s: bug in the watch loop", self.name)
@@ -323,8 +323,11 @@ class Reflector(dict):
                 if error.status != 404:
                     raise
                 self.store(dict.fromkeys(self))  # the CRD is gone, and all SchedExts with it
-                message = f"the API server has no {self.name}: install the CRD with "
-                raise ApiError(0, f"{message}'kubectl apply -f install.yaml'") from None
+                raise ApiError(
+                    0,
+                    f"the API server has no {self.name}: "
+                    "install the CRD with 'kubectl apply -f install.yaml'",
+                ) from None
             for obj in page.get("items") or ():
                 items[key_of(obj)] = self.keep(obj)
             more = query["continue"] = page["metadata"].get("continue")
@@ -335,8 +338,8 @@ class Reflector(dict):
     def follow(self, version: str) -> str:
         """Watch from a version on. Returns the last version seen.
 
-        It is empty if nothing came, not even a bookmark: that is how some servers answer a version
-        from before they were restored from a backup.
+        Empty, which makes run list again, if not even a bookmark came: that is how some servers
+        answer a version from before they were restored from a backup.
         """
         last = ""
         self.operator.beat()
@@ -345,8 +348,10 @@ class Reflector(dict):
             if event:
                 last = self.handle(event)
             else:
-                self.failures = 0
+                failures, self.failures = self.failures, 0
                 self.operator.recovered(self.name)
+        if not last:
+            self.failures = failures  # an empty watch is no success
         return last
 
     def handle(self, event: dict) -> str:
@@ -393,13 +398,14 @@ class SchedExts(Reflector):
     def changed(self, old: dict | None, new: dict | None) -> None:
         """Queue the SchedExt and, if its selector is new or gone, those that yield to it."""
         self.operator.queue.add(key_of(new or old))
-        before, now = ({selector_of(schedext)} if schedext else set() for schedext in (old, new))
-        if before == now or not self.filled.is_set():
+        before, since = ({selector_of(item)} if item else set() for item in (old, new))
+        if before == since or not self.filled.is_set():
             return  # nobody else is concerned, or the first list queues everybody
-        # A new winner should find the kernel free. The pods of one that leaves need a moment.
+        # The losers leave a new winner's nodes at once, so that it finds the kernel free. They wait
+        # a moment before they return to the nodes of one that left, because its pods have to end.
         after = 0.0 if new else GATHER_SECONDS
         for loser in self.selectors():
-            if any(loser < selector for selector in before ^ now):
+            if any(loser < selector for selector in before ^ since):
                 for schedext in self.select(loser):
                     self.operator.queue.add(key_of(schedext), after)
 
@@ -408,8 +414,8 @@ class DaemonSets(Reflector):
     RESOURCE = DAEMONSETS
 
     def changed(self, old: dict | None, new: dict | None) -> None:
-        """Undo an edit at once. Everything else can wait, deletion included: its SchedExt may be
-        gone, too, and the watch not know yet."""
+        """Undo an edit at once. Everything else can wait, deletion included: the SchedExt may have
+        been deleted as well, and its watch may not have told us yet."""
         is_edit = old and new and old["spec"] != new["spec"]
         self.operator.queue.add(key_of(new or old), 0.0 if is_edit else GATHER_SECONDS)
 
@@ -417,7 +423,7 @@ class DaemonSets(Reflector):
 # ---------------------------------------------------------------- pods
 
 SCX, PROBE = "scx", "probe"  # the containers that sked puts into a pod
-CRASHED = "CrashLoopBackOff"  # also of a container that is up again after a crash
+CRASHED = "CrashLoopBackOff"  # the kubelet's reason; here also after a crash, when it is up again
 SETTLE_SECONDS = 10.0  # because a scheduler that cannot attach is Ready for 2 s at every try
 
 Problem = tuple[str, str]  # reason and message; empty if there is none
@@ -429,8 +435,8 @@ class Pod(SimpleNamespace):
     def __init__(self, obj: dict, old: Pod | None) -> None:
         meta, spec, status = obj["metadata"], obj["spec"], obj["status"]
         owner = controller_of(obj)
-        containers = status.get("containerStatuses", ())
-        ours = {c["name"]: c for c in containers if c["name"] in (SCX, PROBE)}
+        statuses = status.get("containerStatuses", ())
+        ours = {c["name"]: c for c in statuses if c["name"] in (SCX, PROBE)}
         running = [c["state"].get("running", {}) if c["ready"] else {} for c in ours.values()]
         starts = [state.get("startedAt") for state in running]
         self.owner = meta["namespace"], owner.get("name", "")  # whom to wake
@@ -438,7 +444,7 @@ class Pod(SimpleNamespace):
         self.name = meta["name"]
         self.node = spec.get("nodeName") or target_node(spec)
         self.revision = meta["labels"].get("controller-revision-hash")
-        self.template = meta["labels"].get("pod-template-generation")  # it was made from
+        self.template_generation = meta["labels"].get("pod-template-generation")
         # when it came up, by the node's clock and by ours: None and infinite while it is not up
         self.started = max(starts) if starts and all(starts) else None
         self.since = up_since(self.started, old)
@@ -512,7 +518,7 @@ def pod_problem(meta: dict, status: dict, containers: dict) -> Problem:
     died = last_end(probe)
     if reason == CRASHED and died.get("exitCode") == 1:  # it says that no scheduler is attached
         return "NotAttached", f"{last_words(died) or 'no scheduler is attached'}; see '{logs}'"
-    return reason, reason and f"the probe must run, with sh and grep in its image: {message}"
+    return reason, reason and f"the probe does not run (its image needs sh and grep): {message}"
 
 
 def outlived(scx: dict, probe: dict) -> bool:
@@ -565,19 +571,19 @@ class WorkQueue:
         self.busy = set()
         self.failures = Counter()  # in a row, by key
         self.closed = False
-        self.changed = threading.Condition()
+        self.condition = threading.Condition()
 
     def add(self, key: Key, after: float = 0.0) -> None:
         """Work on a key in so many seconds, or sooner if it is due sooner."""
-        with self.changed:
+        with self.condition:
             when = monotonic() + after
             if when < self.due.get(key, inf) and not self.closed:
                 self.due[key] = when
-                self.changed.notify()
+                self.condition.notify()
 
     def get(self, timeout: float) -> Key | None:
         """A key that is due. None if there is none: then it has waited for a change."""
-        with self.changed:
+        with self.condition:
             now = monotonic()
             wait = timeout
             for key, when in self.due.items():
@@ -585,9 +591,10 @@ class WorkQueue:
                     if when <= now:
                         del self.due[key]
                         self.busy.add(key)
+                        self.condition.notify()  # somebody else should wait for the next one
                         return key
                     wait = min(wait, when - now)
-            self.changed.wait(wait)
+            self.condition.wait(wait)
             return None
 
     def succeeded(self, key: Key, look_again: float) -> None:
@@ -600,10 +607,10 @@ class WorkQueue:
         self.done(key, backoff(self.failures[key], RETRY_SECONDS))
 
     def done(self, key: Key, look_again: float) -> None:
-        with self.changed:
+        with self.condition:
             self.busy.remove(key)
             self.add(key, look_again)
-            self.changed.notify_all()  # it may be due already, or the last one
+            self.condition.notify_all()  # it may be due already, or the last one
 
     def attempts(self, key: Key) -> int:
         """How often a key has failed in a row."""
@@ -617,17 +624,17 @@ class WorkQueue:
 
     def depth(self) -> int:
         """How many keys wait for a worker."""
-        with self.changed:
+        with self.condition:
             now = monotonic()
             return sum(when <= now for when in self.due.values())
 
     def close(self, timeout: float) -> bool:
         """Hand out no more keys. Returns whether all work on them ends within the timeout."""
-        with self.changed:
+        with self.condition:
             self.closed = True
             self.due.clear()
-            self.changed.notify_all()
-            return self.changed.wait_for(lambda: not self.busy, timeout)
+            self.condition.notify_all()
+            return self.condition.wait_for(lambda: not self.busy, timeout)
 
 
 # ---------------------------------------------------------------- reconcile
@@ -637,7 +644,10 @@ STUCK_SECONDS = 360.0  # a thread that shows no sign of life for this long is st
 CATCH_UP_SECONDS = 60.0  # at most, until the watch shows what we wrote
 FINISH_SECONDS = 0.8  # for the work under way when we are told to stop
 EVENT_SECONDS = 2.0  # an event may hold up a worker for this long
-LASTING = 4  # after more failures in a row, the status reports even what may be transient
+TRANSIENT_FAILURES = 4  # in a row; after more, the status reports even what may be transient
+DESIRED = "desiredNumberScheduled"  # counts of a DaemonSet: nodes that should have a pod,
+CURRENT = "currentNumberScheduled"  # those of them that have one,
+UPDATED = "updatedNumberScheduled"  # and those that have one of the current template
 
 
 class Blocked(Exception):
@@ -657,10 +667,9 @@ class History:
         self.applied_at = -inf  # the DaemonSet
         self.uid, self.generation = "", 0  # that it had then
         self.wanted = 0  # a hash of the DaemonSet that we want
-        self.writes = 0  # of it in a row; the first is our own wish, all others are repairs
-        self.next_write = {}  # not before, by what is written
-        self.quiet_at = -inf  # when to count the writes afresh
-        self.templates = {}  # by a hash of each: the revisions of the pods that came with it
+        self.is_applied = False  # whether the DaemonSet has been as we want it
+        self.repairs = {}  # by the fields: how often in a row since then, and when to do it again
+        self.templates = {}  # by a hash of each: the revision of its pods, as a set
         self.counts = ()  # of the DaemonSet's pods
         self.counts_since = -inf
 
@@ -673,51 +682,58 @@ class History:
         if is_recent and meta["uid"] == self.uid and meta["generation"] < self.generation:
             raise Blocked("RollingOut", "waiting for the watch to catch up", GATHER_SECONDS)
 
-    def expect(self, want: dict, is_there: bool) -> None:
-        """Count the writes afresh if something else is wanted now, or after a quiet minute."""
+    def note_wanted(self, want: dict, is_applied: bool) -> None:
+        """Count the repairs afresh if something else is wanted now."""
         wanted = hash(json.dumps(want))
         if wanted != self.wanted:
             self.wanted = wanted
-            self.writes = int(is_there)
-            self.next_write.clear()
-        elif monotonic() > self.quiet_at:
-            self.writes = min(self.writes, 1)
+            self.is_applied = False
+            self.repairs.clear()
+        self.is_applied = self.is_applied or is_applied
 
     def check_pace(self, what: str) -> None:
         """Raise Blocked if it is too soon to put the DaemonSet right again.
 
         Somebody may want it otherwise for good: a controller, a webhook, a script. So each repair
-        in a row waits longer.
+        in a row waits longer, until none has been needed for a minute.
         """
-        wait = self.next_write.get(what, 0.0) - monotonic()
+        repairs, not_before = self.repairs.get(what, (0, 0.0))
+        wait = not_before - monotonic()
         if wait > 0:
-            message = f"somebody keeps changing {what}; sked has put it right {self.writes - 1} "
-            message += "times in a row, and waits longer each time"
-            raise Blocked("RollingOut", message, wait)
+            raise Blocked(
+                "RollingOut",
+                f"somebody keeps changing {what}; sked has put it right {repairs} times in a row, "
+                "and waits longer each time",
+                wait,
+            )
 
     def wrote_daemonset(self, daemonset: dict, what: str) -> int:
-        """Returns how often in a row."""
+        """Note a write. Returns how often in a row it repaired these fields, 0 if they are new."""
         self.uid = daemonset["metadata"]["uid"]
         self.generation = daemonset["metadata"]["generation"]
-        self.wrote()
-        self.applied_at = self.wrote_at
-        self.next_write[what] = self.wrote_at + backoff(self.writes, RETRY_SECONDS)
-        self.quiet_at = self.next_write[what] + BLOCKED_SECONDS
-        self.writes += 1
-        return self.writes
+        self.wrote_at = self.applied_at = monotonic()
+        repairs, not_before = self.repairs.get(what, (0, inf))
+        if self.wrote_at > not_before + BLOCKED_SECONDS:
+            repairs = 0
+        repairs += self.is_applied
+        self.repairs[what] = repairs, self.wrote_at + backoff(repairs, RETRY_SECONDS)
+        self.is_applied = True
+        return repairs
 
-    def wrote(self) -> None:
+    def wrote_status(self) -> None:
         self.wrote_at = monotonic()
 
     def status_due_in(self) -> float:
         """Seconds until the status may be written: not within a second of the last write."""
         return self.wrote_at + GATHER_SECONDS - monotonic()
 
-    def shows_new_pods(self, daemonset: dict, pods: list[Pod]) -> bool:
-        """Whether these are the pods of a roll-out that is complete. If not, the watch hangs.
+    def pods_are_current(self, daemonset: dict, pods: list[Pod]) -> bool:
+        """Whether the pods that we see are those of the complete roll-out.
 
-        Pods that were made from the current template prove it. After a rollback there may be none,
-        but the same template has come with these pods before. At the first look we believe it.
+        The DaemonSet comes from another watch than the pods, which may lag behind it. A pod made
+        from the current template tells which revision belongs to that template. After a rollback
+        there may be none, because the old pods may stay; then it is remembered from before. At the
+        first look nothing is, so we believe what we see.
         """
         template = hash(json.dumps(daemonset["spec"]["template"]))
         revisions = {pod.revision for pod in pods}
@@ -726,11 +742,15 @@ class History:
             self.templates[template] = new or revisions
         return len(revisions) == 1 and revisions == self.templates.get(template)
 
-    def steady_seconds(self, counts: tuple, is_known: bool) -> float:
-        """How long the counts have been the same; infinite if a former sked reported them."""
+    def steady_seconds(self, counts: tuple, was_failing: bool) -> float:
+        """How long the counts have been the same.
+
+        Infinite at the first look if the status says NodesFailing already: a restart of sked does
+        not hide a failure for 10 s.
+        """
         now = monotonic()
         if counts != self.counts:
-            if self.counts or not is_known:  # at the first look, there are none yet
+            if self.counts or not was_failing:  # at the first look, there are none yet
                 self.counts_since = now
             self.counts = counts
         return now - self.counts_since
@@ -781,7 +801,7 @@ class Operator:
         return sorted(t.name for t in beats if beats[t] < oldest or not t.is_alive())
 
     def fault(self, who: str, message: str) -> None:
-        """Log what keeps somebody from the API server, unless somebody has just logged the same."""
+        """Log why somebody cannot reach the API server, unless the same is known already."""
         with self.lock:
             if message not in self.faults.values():
                 log.warning("%s; trying again", message)
@@ -790,7 +810,7 @@ class Operator:
     def recovered(self, who: str) -> None:
         """When the last fault is over, everything that failed is tried again at once.
 
-        A leader may have lost its lease by then, and exited.
+        With leader election, an outage of over 10 s ends otherwise: the leader exits.
         """
         with self.lock:
             if self.faults.pop(who, None) and not self.faults:
@@ -827,7 +847,7 @@ class Operator:
         """
         schedext = self.schedexts.get(key)
         if not schedext or "deletionTimestamp" in schedext["metadata"]:
-            self.histories.pop(key, None)  # the owner reference cleans up
+            self.histories.pop(key, None)  # the garbage collector deletes its DaemonSet
             return inf
         blocked = None
         try:
@@ -838,9 +858,9 @@ class Operator:
             blocked = Blocked("Rejected", str(error))
         except ApiError as error:
             is_passing = error.status not in (400, 403, 422) or "being terminated" in str(error)
-            if is_passing and self.queue.attempts(key) <= LASTING:
+            if is_passing and self.queue.attempts(key) <= TRANSIENT_FAILURES:
                 raise
-            blocked = Blocked("Rejected", f"cannot write the DaemonSet: {str(error)[:1000]}")
+            blocked = Blocked("Rejected", f"cannot apply the DaemonSet: {str(error)[:1000]}")
         view = self.look(key, schedext)
         status = build_status(view, blocked, timestamp())
         if status != schedext["status"]:
@@ -858,10 +878,10 @@ class Operator:
         if have:
             check_control(schedext, have)
             history.check_is_current(have)
-            want = park(want, have, self.pods.select(have["metadata"]["uid"]))
+            want = park(want, have, self.pods.select(have["metadata"]["uid"]))  # to be parked?
         changes = {}
         target = as_wanted(have, want, changes)
-        history.expect(want, is_there=not changes)
+        history.note_wanted(want, is_applied=not changes)
         if not changes:
             return
         what = f"{', '.join(changes)} of the DaemonSet" if have else "the DaemonSet"
@@ -870,12 +890,12 @@ class Operator:
             answer = self.write("PATCH", path_to(DAEMONSETS, *key), merge_patch(have, target))
         else:
             answer = self.write("POST", path_to(DAEMONSETS, key[0]), target)
-        writes = history.wrote_daemonset(answer, what)
-        if writes == 2:
-            self.tell(schedext, "DriftUndone", f"put back {what}")
-        if writes < 3:
+        repairs = history.wrote_daemonset(answer, what)
+        if repairs == 1:
+            self.send_event(schedext, "DriftUndone", f"put back {what}")
+        if repairs < 2:
             log.info("%s/%s: applied %s", *key, what)
-        elif writes == 3:
+        elif repairs == 2:
             log.warning("%s/%s: somebody keeps changing %s", *key, what)
 
     def find(self, key: Key, schedext: dict) -> dict:
@@ -885,7 +905,7 @@ class Operator:
         only lack our label, or the SchedExt may be gone, too.
         """
         found = self.daemonsets.get(key)
-        is_new = not schedext["status"] and not self.histories[key].writes
+        is_new = not schedext["status"] and not self.histories[key].is_applied
         if self.queue.attempts(key) or not found and not is_new:
             found = self.api.get(path_to(DAEMONSETS, *key))
             if not found:
@@ -910,39 +930,49 @@ class Operator:
             if other.started and not other.fails(now, settle)
         }
         counts = tuple(number(daemonset, which) for which in (DESIRED, CURRENT, UPDATED))
-        is_known = condition(schedext["status"], "Ready").get("reason") == "NodesFailing"
+        desired, current, updated = counts
+        was_failing = condition(schedext["status"], "Ready").get("reason") == "NodesFailing"
         history = self.histories[key]
-        steady = history.steady_seconds(counts, is_known)
-        is_complete = is_observed(daemonset) and number(daemonset, UPDATED) >= counts[0]
-        is_updated = is_complete and history.shows_new_pods(daemonset, pods)
-        return View(schedext, daemonset, pods, failing, rivals, now, settle, steady, is_updated)
+        is_complete = is_observed(daemonset) and updated >= desired
+        return View(
+            schedext,
+            daemonset,
+            pods,
+            failing,
+            rivals,
+            settle,
+            waits=[pod.settles_in(now, settle) for pod in pods if pod.started],
+            lacking=desired - current,
+            steady=history.steady_seconds(counts, was_failing),
+            is_updated=is_complete and history.pods_are_current(daemonset, pods),
+        )
 
     def write_status(self, key: Key, schedext: dict, status: dict) -> None:
         patch = merge_patch(schedext, schedext | {"status": status})
         self.write("PATCH", path_to(SCHEDEXTS, *key, "status"), patch)
-        self.histories[key].wrote()
+        self.histories[key].wrote_status()
         ready = condition(status, "Ready")
         reason, message = ready["reason"], ready["message"]
         if reason == condition(schedext["status"], "Ready").get("reason"):
             return
         if reason in ("NodesFailing", *STALLING):
             log.warning("%s/%s: %s: %s", *key, reason, message)
-            self.tell(schedext, reason, message)
+            self.send_event(schedext, reason, message)
         else:
             log.info("%s/%s: %s: %s", *key, reason, message)
 
-    def tell(self, schedext: dict, reason: str, message: str) -> None:
-        """Send a Warning event. It may fail, because the log and the status say the same."""
+    def send_event(self, schedext: dict, reason: str, message: str) -> None:
+        """Send a Warning. If that fails, never mind: the log and the status say much the same."""
         path = path_to(EVENTS, schedext["metadata"]["namespace"])
         event = build_event(schedext, reason, message, timestamp())
         with suppress(ApiError):
             self.write("POST", path, event, EVENT_SECONDS)
 
     def write(self, method: str, path: str, body: dict, timeout: float = REQUEST_SECONDS) -> dict:
-        """The answer to a write. A leader that has lost its lease exits first."""
+        """The answer to a write. A leader that has lost its lease exits instead."""
         if self.elector:
             self.elector.check()
-        # not to validate the fields saves the API server a second decoding
+        # Skipping field validation spares the API server a second decoding.
         return self.api.request(method, path, body, timeout, fieldValidation="Ignore")
 
 
@@ -1057,7 +1087,8 @@ def build_daemonset(schedext: dict, yields_to: Iterable[dict] = ()) -> dict:
     Raises InvalidSpec, a ValueError, if there can be none.
     """
     want = owned_fields(schedext, map(selector_of, yields_to))
-    return {"apiVersion": "apps/v1", "kind": "DaemonSet"} | as_wanted({}, want, {})
+    built = {"apiVersion": "apps/v1", "kind": "DaemonSet"} | as_wanted({}, want, {})
+    return json.loads(json.dumps(built))  # a copy, which shares nothing with us or the SchedExt
 
 
 def owned_fields(schedext: dict, selectors: Iterable[Selector]) -> dict:
@@ -1070,7 +1101,7 @@ def owned_fields(schedext: dict, selectors: Iterable[Selector]) -> dict:
     scx = {
         "name": SCX,
         "image": get("sched"),
-        "command": None,  # a changed one is drift
+        "command": None,  # the image's own; any other is undone
         **{field: get(field) for field in CONTAINER_FIELDS},
         "securityContext": {"privileged": True},
         "volumeMounts": [{"name": n, "mountPath": path} for n, path in volumes.items()],
@@ -1125,7 +1156,8 @@ def check_spec(schedext: dict) -> None:
 
 # ---------------------------------------------------------------- what differs
 
-SHARED = ("metadata", "labels", "annotations", "spec", "template", SCX, PROBE)  # with others
+# Maps in which others may set fields, too. Containers are compared as a map, by their names.
+SHARED = ("metadata", "labels", "annotations", "spec", "template", SCX, PROBE)
 BLANK = (None, "", [], {})
 DEFAULTS = {  # what the API server fills in, besides blanks
     "spec.minReadySeconds": 0,
@@ -1145,9 +1177,10 @@ LATEST = re.compile(r"(.*/)?[^/:@]+(:latest(@.*)?)?")  # an image whose tag is l
 
 
 def as_wanted(have: dict, want: dict, changes: dict, path: str = "") -> dict:
-    """What is there, with sked's own fields as wanted. Notes each change, by its path.
+    """What is there, with the fields that sked owns as wanted.
 
-    A value that means the same stays as it is. None of the other fields is looked at.
+    All others stay, and so does a value that means the same. What differs goes into changes: by its
+    path, the wanted value in plain spelling. park and fingerprint call it only for that.
     """
     fields = dict(have)
     for name, mine in want.items():
@@ -1184,15 +1217,15 @@ def plain(path: str, value: Any) -> Any:
         fields = {name: plain(f"{path}.{name}", field) for name, field in value.items()}
         value = {name: field for name, field in fields.items() if field is not None}
     elif path.startswith(AMOUNTS):
-        with suppress(ValueError, ArithmeticError):  # the API server will refuse it
-            value = ceil(1000 * parse_quantity(str(value)))  # it makes 500m of 0.5
+        with suppress(ValueError, ArithmeticError):  # no amount: the API server will refuse it
+            value = ceil(1000 * parse_quantity(str(value)))  # which rewrites 0.5 as 500m
     return None if value in BLANK or value == DEFAULTS.get(path) else value
 
 
 def merge_patch(have: dict, target: dict) -> dict:
-    """The JSON merge patch that makes one of the other: null removes a field.
+    """The JSON merge patch that turns have into target: null removes a field.
 
-    It fails if somebody has changed the object since we looked.
+    It carries the resourceVersion, so it fails with 409 if somebody has changed the object since.
     """
     patch = {}
     for name in have | target:
@@ -1207,9 +1240,6 @@ def merge_patch(have: dict, target: dict) -> dict:
 # ---------------------------------------------------------------- placement
 
 MAX_TERMS = 100  # of a node affinity
-DESIRED = "desiredNumberScheduled"  # counts of a DaemonSet: nodes that should have a pod,
-CURRENT = "currentNumberScheduled"  # those of them that have one,
-UPDATED = "updatedNumberScheduled"  # and one of the current template
 PLACEMENT = {"spec.template.spec.nodeSelector", "spec.template.spec.affinity"}
 
 
@@ -1233,6 +1263,7 @@ def node_affinity(mine: Selector, others: Iterable[Selector]) -> dict | None:
     terms = {frozenset()}
     for winner in sorted(winners, key=sorted):
         terms = {term | {pair} for term in terms for pair in winner - mine}
+        # a term that contains another one adds nothing
         terms = {term for term in terms if not any(wider < term for wider in terms)}
         if len(terms) > MAX_TERMS:
             raise InvalidSpec(
@@ -1269,7 +1300,8 @@ def park(want: dict, have: dict, pods: list[Pod]) -> dict:
     as_wanted(have, want, changes)
     news = {path for path in changes if path.startswith("spec.template.")}
     moves_only = news <= PLACEMENT
-    if parked_as(have):  # unless a pod was made from a template that somebody else had changed
+    if parked_as(have):
+        # somebody else changed the template, and a pod was made from it before we could undo that
         is_spoilt = not moves_only and made_from(have, pods)
         parks = parked_as(have) == fingerprint(want, have) and not is_spoilt
     else:
@@ -1302,7 +1334,7 @@ def is_rolled_out(daemonset: dict, pods: list[Pod]) -> bool:
 def made_from(daemonset: dict, pods: list[Pod]) -> list[Pod]:
     """Those that were made from its current template."""
     current = annotation(daemonset, "deprecated.daemonset.template.generation")
-    return [pod for pod in pods if pod.template == current]
+    return [pod for pod in pods if pod.template_generation == current]
 
 
 def fingerprint(want: dict, have: dict) -> str:
@@ -1354,18 +1386,11 @@ class View(NamedTuple):
     pods: list[Pod]
     failing: list[Pod]
     rivals: dict  # by node where one fails: the SchedExt whose scheduler runs there
-    now: float
     settle: float  # seconds that a pod must stay up before it counts as ready
+    waits: list[float]  # seconds until each pod that is up has settled; not positive once it has
+    lacking: int  # nodes that want a pod and have none
     steady: float  # seconds for which the counts of the DaemonSet have been the same
     is_updated: bool  # all pods run the current template
-
-    def waits(self) -> list[float]:
-        """Seconds until each pod that is up has settled; not positive once it has."""
-        return [pod.settles_in(self.now, self.settle) for pod in self.pods if pod.started]
-
-    def lacking(self) -> int:
-        """How many nodes want a pod and have none."""
-        return number(self.daemonset, DESIRED) - number(self.daemonset, CURRENT)
 
 
 def build_status(view: View, blocked: Blocked | None, now: str) -> dict:
@@ -1425,13 +1450,14 @@ def build_failures(view: View) -> list:
 
 def count_nodes(view: View, failing: int) -> dict:
     """The DaemonSet says how many nodes there are; pods say who has settled and who fails."""
-    waits = view.waits()
-    young = sum(wait > 0 for wait in waits)
+    young = sum(wait > 0 for wait in view.waits)
     if view.steady >= SETTLE_SECONDS:
-        failing += view.lacking()
+        failing += view.lacking
     return {
         "desired": number(view.daemonset, DESIRED),
-        "ready": min(len(waits) - young, max(0, number(view.daemonset, "numberReady") - young)),
+        "ready": min(
+            len(view.waits) - young, max(0, number(view.daemonset, "numberReady") - young)
+        ),
         "updated": number(view.daemonset, CURRENT if parked_as(view.daemonset) else UPDATED),
         "failing": failing,
     }
@@ -1449,8 +1475,8 @@ def ready_reason(view: View, nodes: dict, failures: list) -> Problem:
         return "Suspended", "runs on no node; set spec.suspend to false to resume"
     if not desired:
         pairs = ",".join("=".join(pair) for pair in sorted(selector_of(view.schedext)))
-        command = f"kubectl get nodes --selector={pairs}"
-        return "NoNodes", f"no node matches: check labels and taints with '{command}'"
+        hint = f"'kubectl get nodes --selector={pairs}' lists those with its labels"
+        return "NoNodes", f"no node is left: {hint}; check their taints, and other SchedExts"
     if nodes["failing"]:
         return "NodesFailing", failing_message(view, nodes, failures)
     if nodes["ready"] >= desired and (view.is_updated or parked_as(view.daemonset)):
@@ -1463,7 +1489,7 @@ def failing_message(view: View, nodes: dict, failures: list) -> str:
     namespace, name = key_of(view.schedext)
     if failures:
         return message + "{node}: {reason}: {message}".format(**failures[0])
-    message += f"{view.lacking()} without a pod: see "
+    message += f"{view.lacking} without a pod: see "
     message += f"'kubectl describe daemonset -n {namespace} {name}'"
     if not view.pods:
         message += (
@@ -1479,8 +1505,8 @@ def rolling_message(view: View, nodes: dict) -> str:
     strategy = view.daemonset["spec"].get("updateStrategy", {}).get("type")
     if number(view.daemonset, UPDATED) >= nodes["desired"] and not view.is_updated:
         message += "; waiting for the old pods to go"
-    elif any(wait > 0 for wait in view.waits()):
-        message += f"; waiting to see them stay up for {view.settle:.0f} s"
+    elif any(wait > 0 for wait in view.waits):
+        message += f"; waiting for the pods to stay up for {view.settle:.0f} s"
     elif strategy == "OnDelete" and nodes["updated"] < number(view.daemonset, CURRENT):
         command = f"kubectl delete pod -n {namespace} -l name={name}"
         message += f"; updateStrategy is OnDelete: delete the old pods with '{command}'"
@@ -1489,10 +1515,10 @@ def rolling_message(view: View, nodes: dict) -> str:
 
 def changes_in(view: View, blocked: Blocked | None) -> float:
     """Seconds until time alone may change the status."""
-    waits = view.waits()
+    waits = [*view.waits]
     if blocked:
         waits.append(blocked.look_again)
-    if view.lacking():
+    if view.lacking:
         waits.append(SETTLE_SECONDS - view.steady)
     if view.failing:
         waits.append(BLOCKED_SECONDS)  # another scheduler may have left the node
@@ -1509,17 +1535,16 @@ RENEW_DEADLINE_SECONDS = 10.0  # a leader that has not renewed for this long exi
 
 
 class Elector:
-    """Holds the Lease. Another's has expired if we have not seen it change for its duration."""
+    """Holds the Lease. Somebody else's has expired if it did not change for as long as it lasts."""
 
     def __init__(self, api: Api, namespace: str) -> None:
         self.api = api
         self.path = path_to(LEASES, namespace, LEASE_NAME)
         self.identity = f"{socket.gethostname()}_{uuid.uuid4()}"
-        self.new_lease = {"metadata": {"name": LEASE_NAME, "namespace": namespace}}
-        self.lease = self.new_lease  # as seen last
-        self.is_current = False  # whether our copy is the newest, as far as we know
+        self.lease = self.new_lease = {"metadata": {"name": LEASE_NAME, "namespace": namespace}}
+        self.is_current = False  # True after our own PUT: then the next renewal needs no GET
         self.seen = -inf  # when the lease was seen to change
-        self.renewed = -inf  # when we last asked for it successfully
+        self.renewed = -inf  # when we sent the last PUT that succeeded
         self.has_led = False
 
     def leads(self) -> bool:
@@ -1541,7 +1566,7 @@ class Elector:
                 operator.recovered("lease")
             except ApiError as error:
                 self.is_current = False
-                if error.status != 409:  # somebody else was faster
+                if error.status != 409:  # which means that somebody else was faster
                     operator.fault("lease", str(error))
             self.check()
             if self.leads() and not self.has_led:
@@ -1585,7 +1610,7 @@ class Elector:
 METRICS_HELP = """\
 controller_runtime_reconcile_total counter Passes over a SchedExt, by result.
 controller_runtime_reconcile_time_seconds histogram Duration of such a pass.
-rest_client_requests_total counter Requests to the API server, by HTTP status (0: no answer).
+rest_client_requests_total counter Requests to the API server, by HTTP status (0: none, or cut off).
 workqueue_depth gauge SchedExts that wait for a worker.
 leader_election_master_status gauge 1 if this replica works, 0 if it stands by.
 sked_schedext_nodes gauge Nodes of each SchedExt that is not suspended, by state.
@@ -1645,7 +1670,7 @@ def review(api: Api, authorization: str, minute: int) -> int:
     answer = api.request("POST", path, {"spec": {"token": token}}, timeout=5)["status"]
     if not answer.get("authenticated"):
         return 401
-    spec = answer["user"]  # a SubjectAccessReview takes the same fields, but for the name
+    spec = answer["user"]  # a SubjectAccessReview takes the same, but says user for username
     spec["user"] = spec.pop("username")
     spec["nonResourceAttributes"] = {"path": "/metrics", "verb": "get"}
     path = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
@@ -1725,7 +1750,7 @@ class Server(http.server.ThreadingHTTPServer):
         try:
             super().__init__((host.strip("[]"), int(port)), Handler)
         except (OSError, ValueError, OverflowError) as error:
-            raise ValueError(f"cannot listen at {address!r}, such as :8081: {error}") from None
+            raise ValueError(f"cannot listen at {address!r} (not like :8081?): {error}") from None
         spawn(self.serve_forever, address)
 
     def get_request(self) -> tuple:
@@ -1905,11 +1930,11 @@ def run(args: argparse.Namespace) -> None:
     signals = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # in all threads: sigwait takes them
     serve(args, operator)
-    gc.freeze()  # never look through what is loaded by now: that saves 10 % of CPU
+    gc.freeze()  # what is loaded by now is never garbage: that saves 10 % of CPU
     where = args.namespace or "all namespaces"
     log.info("sked %s: watching SchedExts in %s at %s", __version__, where, api.host)
     runs = functools.partial(elector.run, operator) if elector else operator.run
-    runner = spawn(runs, "lease")
+    runner = spawn(runs, "runner")
     signal.sigwait(signals)
     operator.stop.set()
     runner.join(STOP_SECONDS)
@@ -1924,11 +1949,12 @@ def main(argv: list[str] | None = None) -> str | None:
     urllib3.disable_warnings()  # of a kubeconfig that says insecure-skip-tls-verify
     try:
         logging.basicConfig(level=args.log_level.upper(), format=style, datefmt=times)
-        if not args.render:
-            return run(args)
-        with open(0 if args.render == "-" else args.render) as stream:
-            return print(render(stream), end="")
-    except UNUSABLE as error:
+        if args.render:
+            with open(0 if args.render == "-" else args.render) as stream:
+                print(render(stream), end="")
+        else:
+            run(args)
+    except SETUP_OR_NETWORK_ERRORS as error:
         return f"sked: {' '.join(str(error).split())}"
 
 

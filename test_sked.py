@@ -10,13 +10,12 @@
     python test_sked.py   see sked work on a machine without a cluster
 
 Throughout this file:
-    obj       an object as the plain dict that the API returns; one that is stored is never
-              changed, only replaced
-    resource  a row of the table of what is served
+    obj       an object as the plain dict that the API returns; stored objects are never changed,
+              only replaced
+    resource  a row of the table of served resources
     version   a resourceVersion, as an int
 
-The server does what a claim of some test needs, and no more. Where a real one does it differently,
-the real one is right.
+The server does only what some test needs. Where a real server differs, the real one is right.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ import threading
 import time
 import urllib.parse
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -68,9 +67,20 @@ LAVD = "ghcr.io/schedkit/scx_lavd:latest"
 
 
 def now(ago: float = 0.0) -> str:
-    """The time so many seconds ago, as the API writes it."""
+    """The time this many seconds ago, in the API's format."""
     moment = datetime.fromtimestamp(time.time() - ago, timezone.utc)
     return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def controller_reference(api_version: str, kind: str, name: str, uid: str) -> dict:
+    return {
+        "apiVersion": api_version,
+        "kind": kind,
+        "name": name,
+        "uid": uid,
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
 
 
 def seconds_since(timestamp: str) -> float:
@@ -78,12 +88,12 @@ def seconds_since(timestamp: str) -> float:
 
 
 def copy(value: Any) -> Any:
-    """A copy that shares nothing, of what JSON can express."""
+    """A deep copy of anything that JSON can express."""
     return json.loads(json.dumps(value))
 
 
 def python(*args: str, text: str = "") -> str:
-    """What another Python prints, whether it is what it should or an error."""
+    """Runs another Python and returns what it prints, errors included."""
     command = [sys.executable, *args]
     done = subprocess.run(command, cwd=HERE, input=text, capture_output=True, text=True)
     return done.stdout + done.stderr
@@ -93,7 +103,7 @@ STEP = re.compile(r'\.([\w-]+)|\[(\d+)\]|\[\?\(@\.(\w+)=="(.*?)"\)\]')
 
 
 def dig(value: Any, path: str) -> Any:
-    """What a simple JSONPath finds, .a.b[0][?(@.type=="Ready")].c for instance, or None."""
+    """What a simple JSONPath such as .a.b[0][?(@.type=="Ready")].c finds, or None."""
     for name, index, key, wanted in STEP.findall(path):
         if name:
             value = (value or {}).get(name)
@@ -105,7 +115,7 @@ def dig(value: Any, path: str) -> Any:
 
 
 def eventually(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
-    """The condition's value as soon as it is true; fails with the last value when time is up."""
+    """Waits until the condition is true and returns its value; fails after the deadline."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         if time.monotonic() > deadline:
@@ -129,16 +139,16 @@ THE_CRD = installed_one("CustomResourceDefinition")
 
 
 def installed() -> list[dict]:
-    """Those that are installed before a test, which runs the operator itself."""
+    """The objects to install before a test; the test runs the operator itself."""
     served = {resource.kind for resource in TABLE}
     return copy([obj for obj in manifests() if obj["kind"] in served])
 
 
-# ---------------------------------------------------------------- what is served, and refused
+# ---------------------------------------------------------------- resources and refusals
 
 
 class Refusal(Exception):
-    """An answer of 4xx or 5xx."""
+    """A 4xx or 5xx answer."""
 
     def __init__(self, code: int, reason: str, message: str) -> None:
         super().__init__(message)
@@ -152,15 +162,15 @@ class Refusal(Exception):
 
 
 class Resource(NamedTuple):
-    """One kind of objects; all are served as v1."""
+    """One kind of object; all are served as v1."""
 
     plural: str
     kind: str
     group: str = ""
     short: str = ""
     namespaced: bool = True
-    status: bool = False  # has a status subresource, and changes of its spec are counted
-    custom: dict | None = None  # the version in the CustomResourceDefinition that made it
+    status: bool = False  # has a status subresource and a generation
+    custom: dict | None = None  # its version in the CustomResourceDefinition
 
     @property
     def api_version(self) -> str:
@@ -175,12 +185,9 @@ class Resource(NamedTuple):
         return "/".join(filter(None, (self.root, scope, self.plural, name, subresource)))
 
     def called(self, name: str) -> str:
-        """As messages name an object: daemonsets.apps "x"."""
+        """An object's name in messages: daemonsets.apps "x"."""
         what = f"{self.plural}.{self.group}" if self.group else self.plural
         return f'{what} "{name}"' if name else what
-
-    def forbidden(self, name: str, why: str) -> Refusal:
-        return Refusal(403, "Forbidden", f"{self.called(name)} is forbidden: {why}")
 
     def conflict(self, name: str) -> Refusal:
         words = "the object has been modified; please apply your changes to the latest version"
@@ -235,10 +242,10 @@ TYPES = {str: "string", int: "integer", bool: "boolean"}
 
 
 def check(schema: dict, value: Any, path: str, causes: list[str]) -> Any:
-    """The value without what its schema does not know; what is wrong with it goes to causes.
+    """The value without unknown fields; appends what is wrong with it to causes.
 
-    Types and required fields only: patterns have tests of their own, and a real cluster does the
-    rest.
+    Checks types and required fields only: patterns have their own tests, and the rest is tested on
+    a real cluster.
     """
     kind = schema.get("type")
     if kind == "array" and isinstance(value, list):
@@ -260,15 +267,15 @@ def check(schema: dict, value: Any, path: str, causes: list[str]) -> Any:
     }
 
 
-# ---------------------------------------------------------------- DaemonSets: what is filled in
+# ---------------------------------------------------------------- DaemonSets: defaults
 
 MAPS = ("labels", "annotations", "matchLabels", "nodeSelector", "limits", "requests")
-POINTERS = ("securityContext",)  # to what may be false
-EMPTY = (None, "", [], {}, False)  # and 0, which is False to Python
+POINTERS = ("securityContext",)  # its fields are pointers, so false is kept
+EMPTY = (None, "", [], {}, False)  # and 0, which equals False in Python
 
 
 def omit_empty(value: Any) -> Any:
-    """As a typed server stores it: what is empty is not there, but for what users name."""
+    """Drops empty fields, as a typed server does; maps with users' own keys are kept."""
     if isinstance(value, list):
         return [omit_empty(item) for item in value]
     if not isinstance(value, dict):
@@ -279,7 +286,7 @@ def omit_empty(value: Any) -> Any:
 
 
 def default_daemonset(obj: dict) -> None:
-    """Fills in what the API server fills in."""
+    """Fills in the API server's defaults."""
     spec = omit_empty(obj["spec"])
     strategy = {"type": "RollingUpdate"} | spec.get("updateStrategy", {})
     if strategy["type"] == "RollingUpdate":
@@ -302,11 +309,10 @@ def default_daemonset(obj: dict) -> None:
 
 
 TEMPLATE_GENERATION = "deprecated.daemonset.template.generation"
-UPDATED = "updatedNumberScheduled"
 
 
 def count_template(obj: dict, old: dict | None) -> None:
-    """Notes how often the template has changed."""
+    """Keeps the annotation that counts changes of the template."""
     before = int(old["metadata"]["annotations"][TEMPLATE_GENERATION]) if old else 0
     is_new = not old or obj["spec"]["template"] != old["spec"]["template"]
     notes = obj["metadata"].setdefault("annotations", {})
@@ -334,7 +340,7 @@ def default_container(container: dict) -> dict:
 
 
 def merge(old: Any, patch: Any) -> Any:
-    """What a JSON merge patch makes of a value: null removes."""
+    """Applies a JSON merge patch to a value: null removes."""
     if not isinstance(patch, dict):
         return patch
     merged = dict(old) if isinstance(old, dict) else {}
@@ -347,7 +353,7 @@ def merge(old: Any, patch: Any) -> Any:
 
 
 def selects(query: dict[str, str], obj: dict) -> bool:
-    """Whether the selectors of a request, of the kind a=b,c=d, select an object."""
+    """Whether a request's selectors, of the form a=b,c=d, select an object."""
     labels = obj["metadata"].get("labels", {})
     parts = f"{query.get('labelSelector', '')},{query.get('fieldSelector', '')}".split(",")
     pairs = [part.split("=") for part in parts if part]
@@ -355,14 +361,14 @@ def selects(query: dict[str, str], obj: dict) -> bool:
 
 
 def age(timestamp: str) -> str:
-    """How long ago, in kubectl's short form."""
+    """The age in kubectl's short form."""
     seconds = int(seconds_since(timestamp))
     return f"{seconds}s" if seconds < 120 else f"{seconds // 60}m"
 
 
 CREATED = ".metadata.creationTimestamp"
 STATE = ".status.containerStatuses[0].state"
-COLUMNS = {  # the JSONPath of each, or several, of which the first counts that is there
+COLUMNS = {  # a JSONPath each, or several: the first that finds something wins
     "daemonsets": {
         "Desired": ".status.desiredNumberScheduled",
         "Ready": ".status.numberReady",
@@ -378,7 +384,7 @@ COLUMNS = {  # the JSONPath of each, or several, of which the first counts that 
 
 
 def make_table(resource: Resource, objs: list[dict], metadata: dict) -> dict:
-    """The table that kubectl prints, made by the server."""
+    """The table that the server makes and kubectl prints."""
     paths = {"Name": ".metadata.name"} | COLUMNS.get(resource.plural, {}) | {"Age": CREATED}
     columns = [{"name": name, "jsonPath": path} for name, path in paths.items()]
     if resource.custom:
@@ -406,7 +412,7 @@ def make_table(resource: Resource, objs: list[dict], metadata: dict) -> dict:
 
 @dataclass
 class Request:
-    """One request, and afterwards the record of it."""
+    """One request, kept as a record afterwards."""
 
     method: str
     path: str
@@ -418,7 +424,7 @@ class Request:
     subresource: str = ""
     verb: str = "get"
     as_table: bool = False
-    status: int = 0  # of the answer; stays 0 where a fault swallowed it
+    status: int = 0  # of the answer; stays 0 if a fault swallowed it
     time: float = field(default_factory=time.time)
 
     @property
@@ -427,33 +433,38 @@ class Request:
 
     @property
     def what(self) -> str:
-        """The resource as RBAC has it, with the subresource."""
+        """The resource as RBAC names it, with the subresource."""
         return f"{self.resource}/{self.subresource}" if self.subresource else self.resource
+
+    @property
+    def deed(self) -> str:
+        """Verb and resource, such as 'patch schedexts/status'."""
+        return f"{self.verb} {self.what}"
 
 
 @dataclass(eq=False)
 class Fault:
-    """A misbehaviour: the requests that it meets, how many of them, and what becomes of them.
+    """A misbehaviour: which requests it hits, how many of them, and what it does to them.
 
     error     answers with a status
-    garbage   answers 200 and something that is not JSON
-    drop      closes the connection, nothing done
-    lose      does what is asked, then closes without an answer
-    close     does what is asked, answers, and says that it closes
-    truncate  closes in the middle of the answer
-    stall     falls silent in the middle of the answer, until cleared
-    hang      answers nothing until cleared and does nothing
+    garbage   answers 200 with something that is not JSON
+    drop      closes the connection without doing anything
+    lose      does what is asked, then closes the connection without an answer
+    close     does what is asked, answers with Connection: close
+    truncate  closes the connection in the middle of the answer
+    stall     goes silent in the middle of the answer until cleared
+    hang      does nothing and sends nothing until cleared
     """
 
     method: str
-    path: str  # a regular expression for path and query
+    path: str  # a regular expression, searched in path and query
     times: int | None = 1  # None: until clear()
     action: str = "error"
     status: int = 500
     hits: int = 0
     over: threading.Event = field(default_factory=threading.Event)
 
-    def meets(self, method: str, path: str) -> bool:
+    def matches(self, method: str, path: str) -> bool:
         fits = self.method == method and re.search(self.path, path)
         return bool(fits) and not self.over.is_set() and self.hits != self.times
 
@@ -469,7 +480,7 @@ class Change(NamedTuple):
 
 
 class Client:
-    """What can be asked of an API server in a test; a Refusal is raised where it refuses."""
+    """What a test can ask of an API server; raises a Refusal if it refuses."""
 
     resources: dict[str, Resource]
     call: Callable[..., Any]  # with method, path and body
@@ -482,7 +493,7 @@ class Client:
         return self.call("POST", self.kind_of(obj).path(namespace), obj)
 
     def get(self, resource: str, namespace: str, name: str) -> dict | None:
-        """The object, or None where there is none."""
+        """The object, or None if it does not exist."""
         try:
             return self.call("GET", self.resources[resource].path(namespace, name))
         except Refusal as refusal:
@@ -513,42 +524,42 @@ COUNTS = (
     "numberMisscheduled",
     "numberReady",
 )
-NEW = {  # the status of what is new
+NEW = {  # the status of a new object
     "pods": {"phase": "Pending"},
     "daemonsets": dict.fromkeys(COUNTS, 0),
 }
 
 
 class ApiServer(Client, contextlib.AbstractContextManager):
-    """A Kubernetes API server in memory, on 127.0.0.1, to which install.yaml has been applied.
+    """A Kubernetes API server in memory, on 127.0.0.1, with install.yaml applied.
 
-    Its users are admin and other (who may do all), sked (what install.yaml binds to the operator's
-    service account) and nobody (nothing); the token of each is its name.
+    Its users: "admin" and "other" may do everything, "sked" what install.yaml grants the operator's
+    service account, and "nobody" has no rights. A user's token is its name.
     """
 
     def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         self.tls = tls
         self.port = 0
-        self.changed = threading.Condition(threading.RLock())  # guards all that follows
+        self.changed = threading.Condition(threading.RLock())  # guards everything below
         self.objects = collections.defaultdict(dict)  # by resource, then by namespace and name
         self.resources = dict(BUILT_IN)
         self.log = collections.defaultdict(list)  # of Changes, by resource
         self.version = 1000
         self.oldest = 1000  # a watch can start at this version or later
         self.epoch = 0  # a watch ends with its epoch
-        self.pages = {}  # rests of lists, by continue token
+        self.pages = {}  # remaining pages of lists, by continue token
         self.requests = []
         self.faults = []
         self.connections = set()
         self.tokens = {user: user for user in ("admin", "other", "sked", "nobody")}
-        self.anonymous = ""  # who comes without a token: kubectl sends none without TLS
-        self.webhook = None  # changes or refuses what is written, given the Request and the object
-        self.validate = True  # False: as before the CRD had its schema
-        self.collect = True  # False: the garbage collector rests
-        self.graceful = False  # True: a pod that is deleted waits for its kubelet
+        self.anonymous = ""  # the user without a token: kubectl sends none without TLS
+        self.webhook = None  # takes a Request and an object; returns the object to store
+        self.validate = True  # False: as if the CRD had no schema
+        self.collect = True  # False: the garbage collector pauses
+        self.graceful = False  # True: a deleted pod waits for its kubelet
         self.bookmark_seconds = 60.0
-        self.expired_as_status = False  # True: 410 to an old watch, where newer ones send an ERROR
-        self.refuse_future = False  # True: 504 to a version to come, where newer ones say nothing
+        self.expired_as_status = False  # True: 410 to an old watch; newer servers send an ERROR
+        self.refuse_future = False  # True: 504 to a future version; newer servers say nothing
         self.stopping = threading.Event()
         self.thawed = threading.Event()
         self.thawed.set()
@@ -569,79 +580,77 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         shutil.rmtree(self.folder)
 
     def kubeconfig(self, user: str, certificate: bool = False) -> Path:
-        """The path of a kubeconfig for a user, who shows a token or a client certificate."""
+        """The path of a kubeconfig for a user with a token or a client certificate."""
         cluster = {"server": f"http://127.0.0.1:{self.port}"}
         if self.tls:
             ca = encoded(authority() / "ca.crt")
             url = f"https://127.0.0.1:{self.port}"
             cluster = {"server": url, "certificate-authority-data": ca}
-        credentials = {"token": user}
-        if certificate:
-            credentials = client_certificate(user)
-        path = self.folder / f"{user}{'-certificate' if certificate else ''}.kubeconfig"
+        credentials = client_certificate(user) if certificate else {"token": user}
+        path = self.folder / f"{user}.kubeconfig"
         return write_kubeconfig(path, "sked", {"sked": cluster}, credentials)
 
     # -- misbehaviour
 
     def fault(self, *args: Any, **more: Any) -> Fault:
-        """Lets the next requests fail that a Fault of these arguments meets."""
+        """Adds a Fault with these arguments."""
         self.faults.append(Fault(*args, **more))
         return self.faults[-1]
 
     def next_fault(self, method: str, path: str) -> Fault | None:
         with self.changed:
             for fault in self.faults:
-                if fault.meets(method, path):
+                if fault.matches(method, path):
                     fault.hits += 1
                     return fault
         return None
 
     def freeze(self) -> None:
-        """From now on nothing is answered, and watches are silent; connections are taken."""
+        """Accepts connections but answers nothing, watches included."""
         self.thawed.clear()
 
     def thaw(self) -> None:
         self.thawed.set()
 
     def end_watches(self) -> None:
-        """Each watch ends well."""
+        """Ends every watch cleanly."""
         with self.changed:
             self.epoch += 1
             self.changed.notify_all()
 
     def drop_connections(self) -> None:
-        """Cuts every connection, watches too."""
+        """Cuts every connection, watches included."""
         self.end_watches()
         with self.changed:
             for connection in list(self.connections):
                 with contextlib.suppress(OSError):
-                    socket.socket.shutdown(connection, socket.SHUT_RDWR)  # with TLS or without
+                    socket.socket.shutdown(connection, socket.SHUT_RDWR)  # TLS or not
 
     def stop_listening(self) -> None:
-        """The server is gone: connections are cut and new ones refused."""
+        """Goes down: cuts all connections and refuses new ones."""
         self.http.shutdown()
         self.http.server_close()
         self.drop_connections()
 
     def start_listening(self) -> None:
-        """The server is there, or there again on the same port."""
+        """Comes up, on the same port as before."""
         self.http = HttpServer(self)
         self.port = self.http.server_address[1]
         threading.Thread(target=self.http.serve_forever, args=(0.05,), daemon=True).start()
 
     def compact(self) -> None:
-        """Forgets the past: new watches from older versions and lists under way get 410."""
+        """Forgets the past: new watches from older versions and unfinished lists get 410."""
         with self.changed:
             self.oldest = self.version
             self.pages.clear()
 
     def snapshot(self) -> Any:
-        """All that is stored, for restore()."""
+        """Everything that is stored, for restore()."""
         with self.changed:
             return self.version, {plural: dict(objs) for plural, objs in self.objects.items()}
 
     def restore(self, snapshot: Any) -> None:
-        """Goes back to a snapshot and its version, as a backup does, which ends all watches."""
+        """Goes back to a snapshot and its version, as from a backup; ends all watches."""
         with self.changed:
             self.version, objects = snapshot
             self.objects.clear()
@@ -656,15 +665,19 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         return copy(self.serve(self.parse(method, path, "admin"), copy(body)))
 
     def writes(self, since: float = 0.0, user: str = "sked", leases: bool = False) -> list[Request]:
-        """The writes that a user has sent since then (a time.time()), also those refused."""
-        apart = REVIEWS if leases else (*REVIEWS, "leases")
+        """A user's writes since then (a time.time()), including refused ones."""
+        ignored = REVIEWS if leases else (*REVIEWS, "leases")
         sent = [r for r in list(self.requests) if r.user == user and r.time >= since]
-        return [r for r in sent if r.method != "GET" and r.resource not in apart]
+        return [r for r in sent if r.method != "GET" and r.resource not in ignored]
+
+    def deeds(self) -> list[str]:
+        """What sked has asked for."""
+        return [request.deed for request in list(self.requests) if request.user == "sked"]
 
     # -- who may do what
 
     def authenticate(self, token: str, certificate: dict | None) -> str:
-        """The user whose bearer token or client certificate it is."""
+        """The user with this bearer token or client certificate."""
         if certificate and not token:
             return dict(pair for (pair,) in certificate["subject"])["commonName"]
         user = self.tokens.get(token) if token else self.anonymous
@@ -673,7 +686,7 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         return user
 
     def rules(self, user: str) -> Iterator[tuple[str, dict]]:
-        """(namespace or "" for all of them, rule) for every rule that is bound to the user."""
+        """(namespace or "" for all, rule) for every rule that is bound to the user."""
         for plural in ("clusterrolebindings", "rolebindings"):
             for (namespace, _), binding in self.objects[plural].items():
                 role = binding["roleRef"]
@@ -684,7 +697,7 @@ class ApiServer(Client, contextlib.AbstractContextManager):
                         yield namespace, rule
 
     def allowed(self, user: str, namespace: str = "", name: str = "", **asked: str) -> bool:
-        """Whether a user may do what is asked, in the words of a rule: verbs="get" and so on."""
+        """Whether a user may do this, in the terms of a rule: verbs="get" and so on."""
         if user in ("admin", "other"):
             return True
         for where, rule in self.rules(USERS.get(user, user)):
@@ -694,15 +707,15 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         return False
 
     def require(self, request: Request, verb: str, kind: Resource, what: str, name: str) -> None:
-        """Refuses a request whose user may not do that; what is a resource as RBAC has it."""
+        """Refuses a request if its user may not do this; what is a resource as RBAC names it."""
         asked = {"verbs": verb, "apiGroups": kind.group, "resources": what}
         if not self.allowed(request.user, request.namespace, name, **asked):
             user = USERS.get(request.user, request.user)
             why = f'User "{user}" cannot {verb} resource "{what}" in API group "{kind.group}"'
-            raise kind.forbidden(name, why)
+            raise Refusal(403, "Forbidden", f"{kind.called(name)} is forbidden: {why}")
 
     def check_owners(self, request: Request, obj: dict, old: dict | None) -> None:
-        """What the admission plugin OwnerReferencesPermissionEnforcement asks for."""
+        """The admission plugin OwnerReferencesPermissionEnforcement."""
         name = obj["metadata"]["name"]
         owners = obj["metadata"].get("ownerReferences", [])
         before = old["metadata"].get("ownerReferences", []) if old else []
@@ -717,8 +730,7 @@ class ApiServer(Client, contextlib.AbstractContextManager):
     # -- requests
 
     def parse(self, method: str, target: str, user: str, accept: str = "") -> Request:
-        """What is asked for."""
-        target = re.sub("^https?://[^/]+", "", target)  # some clients name the server, too
+        target = re.sub("^https?://[^/]+", "", target)  # some clients send the server's name
         path, _, query = target.partition("?")
         request = Request(method, target, user, dict(urllib.parse.parse_qsl(query)))
         request.as_table = "as=Table" in accept
@@ -732,7 +744,7 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         return request
 
     def serve(self, request: Request, body: Any) -> Any:
-        """What is answered: a dict, a text, or for a watch its events. Keeps the record."""
+        """The answer: a dict, a text, or the events of a watch. Records the request."""
         request.status = 201 if request.verb == "create" else 200
         try:
             with self.changed:
@@ -755,7 +767,7 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         return found
 
     def concerns(self, request: Request, obj: dict | None) -> bool:
-        """Whether a list or a watch has an object in it."""
+        """Whether an object belongs in this list or watch."""
         if not obj or request.namespace not in ("", obj["metadata"].get("namespace")):
             return False
         return selects(request.query, obj)
@@ -782,7 +794,7 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         kind = request.kind
         if request.as_table:
             return make_table(kind, items, metadata)
-        if not kind.custom:  # as from a real server, only custom resources say what they are
+        if not kind.custom:  # as in a real server's lists, only custom resources have a kind
             bare = ("kind", "apiVersion")
             items = [{k: v for k, v in obj.items() if k not in bare} for obj in items]
         of = {"kind": f"{kind.kind}List", "apiVersion": kind.api_version}
@@ -802,7 +814,7 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         return self.follow(request, version or self.version, self.epoch)
 
     def follow(self, request: Request, version: int, epoch: int) -> Iterator[dict]:
-        """The events after a version, until the time that was asked for or the epoch is over."""
+        """The events after a version, until the requested timeout or the end of the epoch."""
         kind = request.kind
         deadline = time.monotonic() + float(request.query.get("timeoutSeconds") or 1800)
         bookmark_at = math.inf
@@ -824,7 +836,7 @@ class ApiServer(Client, contextlib.AbstractContextManager):
                 yield {"type": name, "object": obj}
 
     def events(self, request: Request, since: int) -> list[tuple[str, dict]]:
-        """Changes as a selector sees them: what ceases to match is deleted."""
+        """Changes as a selector sees them: an object that no longer matches is deleted."""
         found = []
         log = self.log[request.resource]
         for change in log[bisect.bisect_right(log, since, key=lambda change: change.version) :]:
@@ -860,7 +872,7 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         return self.commit(request, "ADDED", self.admit(request, obj, None), None)
 
     def do_update(self, request: Request, obj: dict) -> dict:
-        """For leases, which a PUT also creates; else their version has to be told."""
+        """For leases: a PUT creates one, or replaces it if the version is given."""
         version = obj["metadata"].get("resourceVersion")
         if (request.namespace, request.name) in self.objects[request.resource]:
             if not version:
@@ -876,7 +888,7 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         return self.replace(request, old, merge(old, patch))
 
     def replace(self, request: Request, old: dict, new: dict) -> dict:
-        """Puts a new state in the place of the old one, as far as the request may change it."""
+        """Replaces the old state with the new one, as far as the request may change it."""
         before = old["metadata"]
         given = new.get("metadata", {})
         if given.get("resourceVersion", before["resourceVersion"]) != before["resourceVersion"]:
@@ -898,7 +910,7 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         return self.commit(request, "DELETED" if gone else "MODIFIED", new, old)
 
     def admit(self, request: Request, obj: dict, old: dict | None) -> dict:
-        """The object as it will be stored: as webhooks want it, with defaults, checked."""
+        """The object to store: changed by webhooks, with defaults, validated."""
         kind = request.kind
         if self.webhook:
             obj = self.webhook(request, obj)
@@ -906,7 +918,7 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         causes: list[str] = []
         if kind.custom and self.validate:
             kept = check(kind.custom["schema"]["openAPIV3Schema"], obj, "", causes)
-            obj = kept | {"metadata": obj["metadata"]}  # of which the schema says nothing
+            obj = kept | {"metadata": obj["metadata"]}  # not in the schema
         elif kind.plural == "daemonsets":
             default_daemonset(obj)
             count_template(obj, old)
@@ -921,7 +933,7 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         return obj
 
     def remove(self, obj: dict, at_once: bool = False) -> None:
-        """Deletes an object, or marks it where finalizers or a kubelet are waited for."""
+        """Deletes an object, or marks it if it has to wait for finalizers or a kubelet."""
         kind = self.kind_of(obj)
         meta = obj["metadata"]
         request = Request("DELETE", "", "", kind=kind)
@@ -938,12 +950,12 @@ class ApiServer(Client, contextlib.AbstractContextManager):
             self.commit(request, "MODIFIED", marked, obj)
 
     def commit(self, request: Request, kind: str, obj: dict, old: dict | None) -> dict:
-        """Makes a change, if it is one, under the next version and tells the watches."""
+        """Stores a change, if it is one, under the next version and wakes the watches."""
         if (kind == "MODIFIED" and obj == old) or "dryRun" in request.query:
             return obj
         self.version += 1
         stamp = {"resourceVersion": str(self.version)}
-        # A real server lists every field here; it is enough to see that nobody keeps it.
+        # A real server lists every field here; the tests only check that sked does not cache it.
         stamp |= {"managedFields": [{"manager": request.user, "operation": "Update"}]}
         obj = obj | {"metadata": obj["metadata"] | stamp}
         key = (obj["metadata"].get("namespace", ""), obj["metadata"]["name"])
@@ -957,24 +969,22 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         self.changed.notify_all()
         return obj
 
-    def everything(self) -> list[dict]:
-        return [obj for objs in self.objects.values() for obj in objs.values()]
-
     def collect_garbage(self) -> None:
-        """In the background: deletes what has owners, of whom none is left."""
+        """Runs in the background: deletes objects whose owners are all gone."""
         seen = 0
         while not self.stopping.wait(0.05):
             with self.changed:
                 if self.collect and self.version != seen:
                     seen = self.version
-                    uids = {obj["metadata"]["uid"] for obj in self.everything()}
-                    for obj in self.everything():
+                    stored = [obj for objs in self.objects.values() for obj in objs.values()]
+                    uids = {obj["metadata"]["uid"] for obj in stored}
+                    for obj in stored:
                         owners = obj["metadata"].get("ownerReferences")
                         if owners and not any(owner["uid"] in uids for owner in owners):
                             self.remove(obj)
 
     def review(self, spec: dict) -> dict:
-        """The status of a TokenReview or of a SubjectAccessReview."""
+        """The status of a TokenReview or a SubjectAccessReview."""
         if "token" in spec:
             user = self.tokens.get(spec["token"])
             if not user:
@@ -995,7 +1005,7 @@ def subject_name(subject: dict) -> str:
 
 
 def discover(path: str, kinds: list[Resource]) -> dict:
-    """What kubectl asks in order to learn what there is."""
+    """What kubectl asks to find out what is served."""
     if path in STATIC:
         return STATIC[path]
     if path == "/apis":
@@ -1008,7 +1018,7 @@ def discover(path: str, kinds: list[Resource]) -> dict:
     return {"kind": "APIResourceList", "groupVersion": version, "resources": here}
 
 
-# As much OpenAPI as kubectl needs before it applies a custom resource: that the server validates.
+# The OpenAPI that kubectl needs to apply a custom resource: it says that the server validates.
 PATCH = {
     "parameters": [{"name": "fieldValidation", "in": "query"}],
     "x-kubernetes-group-version-kind": {"group": "", "version": "v1", "kind": "Namespace"},
@@ -1056,14 +1066,14 @@ def write_kubeconfig(
 class HttpServer(http.server.ThreadingHTTPServer):
     """Listens for an ApiServer."""
 
-    request_queue_size = 1024  # a thousand operators may come back at once
+    request_queue_size = 1024  # many clients may reconnect at once
 
     def __init__(self, api: ApiServer) -> None:
         self.api = api
         super().__init__(("127.0.0.1", api.port), HttpHandler)
 
     def finish_request(self, request: socket.socket, client_address: Any) -> None:
-        """In the connection's own thread, so that no handshake holds up another."""
+        """Runs in the connection's own thread, so no handshake delays another."""
         if self.api.tls:
             request = self.api.tls.wrap_socket(request, server_side=True)
         self.api.connections.add(request)
@@ -1074,13 +1084,13 @@ class HttpServer(http.server.ThreadingHTTPServer):
             request.close()
 
     def handle_error(self, *about: Any) -> None:
-        """That the client is gone, or does not trust us, is no news; a bug is."""
+        """Reports bugs only, not clients that hang up or do not trust us."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(*about)
 
 
 class HttpHandler(http.server.BaseHTTPRequestHandler):
-    """HTTP for an ApiServer, and the place where faults happen."""
+    """HTTP for an ApiServer; faults happen here."""
 
     server: HttpServer
     protocol_version = "HTTP/1.1"
@@ -1088,7 +1098,7 @@ class HttpHandler(http.server.BaseHTTPRequestHandler):
     wbufsize = -1  # headers and body in one packet
 
     def respond(self) -> None:
-        """Does what is asked and answers it, unless a fault comes in between."""
+        """Does what is asked and answers, unless a fault interferes."""
         api = self.server.api
         body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
         fault = api.next_fault(self.command, self.path) or Fault("", "", action="none")
@@ -1108,7 +1118,7 @@ class HttpHandler(http.server.BaseHTTPRequestHandler):
     do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = respond
 
     def misbehave(self, fault: Fault) -> tuple[int, Any]:
-        """The answer that a fault gives to what is not done at all."""
+        """A fault's answer; the request is not executed."""
         api = self.server.api
         request = api.parse(self.command, self.path, api.tokens.get(self.token, ""))
         api.requests.append(request)
@@ -1125,7 +1135,7 @@ class HttpHandler(http.server.BaseHTTPRequestHandler):
         try:
             user = api.authenticate(self.token, self.connection.getpeercert() if api.tls else None)
             request = api.parse(self.command, self.path, user, self.headers.get("Accept", ""))
-            # what kubectl sends as a strategic merge patch has no lists, and means the same
+            # kubectl's strategic merge patches have no lists, so they mean the same
             if self.command == "PATCH" and "merge-patch" not in self.headers["Content-Type"]:
                 raise Refusal(415, "UnsupportedMediaType", "use application/merge-patch+json")
             content = api.serve(request, json.loads(body or "{}"))
@@ -1145,7 +1155,7 @@ class HttpHandler(http.server.BaseHTTPRequestHandler):
         self.send(data, fault)
 
     def stream(self, events: Iterator[dict], fault: Fault) -> None:
-        """The events of a watch, one a line and a chunk."""
+        """Sends the events of a watch, each as a line in its own chunk."""
         self.start(200, {"Transfer-Encoding": "chunked"})
         self.wfile.flush()
         for event in events:
@@ -1161,7 +1171,7 @@ class HttpHandler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 
     def send(self, data: bytes, fault: Fault) -> None:
-        """Sends it, or half of it and then silence or the end."""
+        """Sends the data, or half of it if a fault cuts it short."""
         cut = fault.action in ("truncate", "stall")
         self.wfile.write(data[: len(data) // 2] if cut else data)
         self.wfile.flush()
@@ -1183,7 +1193,7 @@ def openssl(folder: Path, command: str) -> None:
 
 @functools.cache
 def authority() -> Path:
-    """The folder of a CA, made once, for all that it signs."""
+    """The folder of a CA and of everything it signs."""
     folder = Path(tempfile.mkdtemp(prefix="sked-"))
     atexit.register(shutil.rmtree, folder)
     openssl(folder, f"req -x509 -subj /CN=tests {NEW_KEY} -keyout ca.key -out ca.crt")
@@ -1194,7 +1204,7 @@ def authority() -> Path:
 def sign(name: str, extensions: str) -> tuple[Path, Path]:
     """A new certificate and its key.
 
-    Without an Authority Key Identifier, as some hosted clusters have it.
+    It has no Authority Key Identifier, as on some hosted clusters.
     """
     folder = authority()
     none = "subjectKeyIdentifier=none\nauthorityKeyIdentifier=none\n"
@@ -1206,7 +1216,7 @@ def sign(name: str, extensions: str) -> tuple[Path, Path]:
 
 
 def serving_tls() -> ssl.SSLContext:
-    """What an ApiServer needs to speak TLS; client certificates are welcome, not required."""
+    """TLS for an ApiServer; client certificates are optional."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*sign("kube-apiserver", "subjectAltName=IP:127.0.0.1"))
     context.load_verify_locations(authority() / "ca.crt")
@@ -1216,7 +1226,7 @@ def serving_tls() -> ssl.SSLContext:
 
 
 def client_certificate(user: str) -> dict:
-    """What a kubeconfig says about a user with a client certificate."""
+    """A kubeconfig's entry for a user with a client certificate."""
     certificate, key = sign(user, "extendedKeyUsage=clientAuth")
     return {"client-certificate-data": encoded(certificate), "client-key-data": encoded(key)}
 
@@ -1231,7 +1241,7 @@ TERMS = ".affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.n
 
 
 def holds(requirement: dict, labels: dict) -> bool:
-    """Whether the labels of a node meet one requirement of an affinity."""
+    """Whether a node's labels meet one requirement of an affinity."""
     among = labels.get(requirement["key"]) in requirement["values"]
     return among == (requirement["operator"] == "In")
 
@@ -1251,7 +1261,7 @@ def tolerates(pod: dict, taint: dict) -> bool:
 
 
 def fits(pod: dict, node: dict, effects: tuple[str, ...]) -> bool:
-    """Whether the spec of a pod lets it on a node, whose taints of these effects count."""
+    """Whether a pod's spec lets it run on a node; only taints with these effects count."""
     labels = node["metadata"]["labels"]
     if not pod.get("nodeSelector", {}).items() <= labels.items():
         return False
@@ -1263,12 +1273,12 @@ def fits(pod: dict, node: dict, effects: tuple[str, ...]) -> bool:
 
 
 def node_of(pod: dict) -> str:
-    """The node that a pod is on or, as a DaemonSet's pods say from the start, for."""
+    """The node of a DaemonSet's pod, which it names before it is bound."""
     return dig(pod["spec"], f"{TERMS}[0].matchFields[0].values[0]")
 
 
 def ready_since(pod: dict) -> str | None:
-    """Since when a pod is ready, if it is and is there to stay."""
+    """Since when a pod is ready; None if it is not, or is being deleted."""
     ready = dig(pod, READY) or {}
     if ready.get("status") != "True" or "deletionTimestamp" in pod["metadata"]:
         return None
@@ -1276,28 +1286,28 @@ def ready_since(pod: dict) -> str | None:
 
 
 def revision_of(template: dict) -> str:
-    """The same for the same content: who goes back to an earlier template has its revision."""
+    """A hash of the content, so a rollback has the revision of the earlier template."""
     return hashlib.sha1(json.dumps(template, sort_keys=True).encode()).hexdigest()[:10]
 
 
 class Kubelets:
     """Plays the DaemonSet controller, the scheduler and the kubelets on an ApiServer.
 
-    A pod runs and is ready, except that an image with the tag nopull cannot be pulled, one with
-    the tag crash crash-loops, and so does every further scheduler on a node: as on a real kernel,
-    the first one holds it until it is gone. One with the tag idle runs and attaches nothing, which
-    only a probe notices. Change the attributes to change the world.
+    A pod runs and is ready, with these exceptions. An image with the tag nopull cannot be pulled.
+    One with the tag crash crash-loops, and so does a second scheduler on a node: as on a real
+    kernel, the first one holds it until it is gone. One with the tag idle runs but attaches
+    nothing, which only a probe notices. Tests set the attributes.
     """
 
     def __init__(self, server: ApiServer) -> None:
         self.server = server
         self.start_seconds = 0.05
         self.stop_seconds = 0.05
-        self.crash_seconds = (2.0, 4.0, 1.0)  # of a crash loop: up, dead, about to try again
-        self.silent = set()  # nodes whose kubelet does nothing and says nothing
-        self.first_seen = {}  # when, by uid and what was seen
-        self.steps = {}  # how far the life of a pod is, by uid
-        self.attached = {}  # the node whose kernel a pod holds, by uid
+        self.crash_seconds = (2.0, 4.0, 1.0)  # in a crash loop: up, dead, waiting
+        self.silent = set()  # nodes whose kubelet is down
+        self.first_seen = {}  # time, by uid and event
+        self.steps = {}  # the current step of each pod, by uid
+        self.attached = {}  # the node that a pod's scheduler is attached on, by uid
         server.graceful = True
         threading.Thread(target=self.run, name="kubelets", daemon=True).start()
 
@@ -1308,35 +1318,35 @@ class Kubelets:
         self.server.create(node | {"spec": {"taints": []}, "status": status})
 
     def silence(self, name: str) -> None:
-        """The node is lost: the node controller taints it and calls its pods unready."""
+        """Loses a node: the node controller taints it and marks its pods unready."""
         effects = ("NoSchedule", "NoExecute")
         self.silent.add(name)
         self.taint(name, [{"key": UNREACHABLE, "effect": effect} for effect in effects])
-        self.call_ready(name, "False")
+        self.mark_pods(name, "False")
 
     def wake(self, name: str) -> None:
-        """The node is back, its containers never stopped."""
+        """Brings a node back; its containers never stopped."""
         self.silent.remove(name)
         self.taint(name, [])
-        self.call_ready(name, "True")
+        self.mark_pods(name, "True")
 
     def taint(self, name: str, taints: list[dict]) -> None:
         self.server.patch("nodes", "", name, {"spec": {"taints": taints}})
 
-    def call_ready(self, node: str, status: str) -> None:
+    def mark_pods(self, node: str, status: str) -> None:
         for pod in self.server.list("pods"):
             if node_of(pod) == node and dig(pod, READY):
                 ready = {"type": "Ready", "status": status, "lastTransitionTime": now()}
                 self.report(pod | {"kind": "Pod"}, {"conditions": [ready]})
 
     def pods(self, daemonset: str, namespace: str = "default") -> dict[str, dict]:
-        """The pods of a DaemonSet by the name of their node."""
+        """The pods of a DaemonSet, by node."""
         pods = self.server.list("pods", namespace)
         mine = [pod for pod in pods if pod["metadata"]["labels"]["name"] == daemonset]
         return {node_of(pod): pod | {"kind": "Pod"} for pod in mine}
 
     def run(self) -> None:
-        """Looks at everything, again and again: nobody has to tell, and nothing is missed."""
+        """Polls everything, so it needs no notifications and misses nothing."""
         server = self.server
         seen = 0
         look_at = 0.0
@@ -1349,7 +1359,7 @@ class Kubelets:
                     self.live(pod)
                 if server.version != seen or time.monotonic() >= look_at:
                     seen = server.version
-                    look_at = time.monotonic() + 0.3  # time alone makes a pod available
+                    look_at = time.monotonic() + 0.3  # a pod becomes available just by waiting
                     self.sync_all()
 
     def report(self, obj: dict, status: dict) -> None:
@@ -1369,9 +1379,9 @@ class Kubelets:
                 self.sync(daemonset, pods[daemonset["metadata"]["uid"]])
 
     def sync(self, daemonset: dict, pods: dict[str, dict]) -> None:
-        """The DaemonSet controller's look at one DaemonSet, whose pods are given by node.
+        """Syncs one DaemonSet, given its pods by node.
 
-        A pod on a node that got a NoSchedule taint is misscheduled: it stays, and counts nowhere.
+        A pod on a node with a new NoSchedule taint is misscheduled: it stays but does not count.
         """
         spec = daemonset["spec"]
         revision = revision_of(spec["template"])
@@ -1413,14 +1423,7 @@ class Kubelets:
         template = daemonset["spec"]["template"]
         pin = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": [node]}]}
         required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [pin]}}
-        owner = {
-            "apiVersion": "apps/v1",
-            "kind": "DaemonSet",
-            "name": meta["name"],
-            "uid": meta["uid"],
-            "controller": True,
-            "blockOwnerDeletion": True,
-        }
+        owner = controller_reference("apps/v1", "DaemonSet", meta["name"], meta["uid"])
         labels = {
             **template["metadata"]["labels"],
             "controller-revision-hash": revision,
@@ -1436,18 +1439,18 @@ class Kubelets:
             },
             "spec": template["spec"] | {"affinity": {"nodeAffinity": required}},
         }
-        with contextlib.suppress(Refusal):  # a webhook forbids it, for now
+        with contextlib.suppress(Refusal):  # by a webhook, for now
             self.server.create(pod)
 
     # -- the life of a pod
 
     def since(self, pod: dict, what: str) -> float:
-        """Seconds since something was seen of a pod for the first time."""
+        """Seconds since this was first seen of a pod."""
         first = self.first_seen.setdefault((pod["metadata"]["uid"], what), time.monotonic())
         return time.monotonic() - first
 
     def live(self, pod: dict) -> None:
-        """The next step in the life of a pod, if its time has come."""
+        """Takes the next step in the life of a pod when it is due."""
         uid = pod["metadata"]["uid"]
         if node_of(pod) in self.silent:
             return
@@ -1464,12 +1467,12 @@ class Kubelets:
                 self.take(pod, *step)
 
     def step(self, pod: dict, seconds: float) -> tuple[str, int]:
-        """What a pod does after so many seconds, and how often its container has restarted."""
+        """What a pod does after this many seconds, and how often its container has restarted."""
         tag = tag_of(pod)
         if tag == "nopull":
             return "nopull", 0
         if tag == "idle" and len(pod["spec"]["containers"]) == 1:
-            return "attached", 0  # as far as anybody can tell
+            return "attached", 0  # without a probe, nobody can tell
         restarts = int(seconds // sum(self.crash_seconds))
         is_free = node_of(pod) not in self.attached.values()
         if tag not in LAST_WORDS and is_free:
@@ -1482,7 +1485,7 @@ class Kubelets:
         return "dead" if phase < up + dead else "waiting", restarts
 
     def take(self, pod: dict, step: str, restarts: int) -> None:
-        """Writes what the scheduler and the kubelet write about a step."""
+        """Reports a step as the scheduler and the kubelet do."""
         key = (pod["metadata"]["namespace"], pod["metadata"]["name"])
         self.server.patch("pods", *key, {"spec": {"nodeName": node_of(pod)}})
         containers = [
@@ -1495,7 +1498,7 @@ class Kubelets:
         self.report(pod, {"phase": phase, "conditions": [ready], "containerStatuses": containers})
 
 
-LAST_WORDS = {  # of what fails, by the tag of the image
+LAST_WORDS = {  # of a container that fails, by the tag of the image
     "crash": "Failed to load BPF program",
     "idle": "no scheduler is attached: /sys/kernel/sched_ext/state is 'disabled'",
 }
@@ -1510,7 +1513,7 @@ def last_words(pod: dict) -> str:
 
 
 def container_status(pod: dict, container: dict, step: str, restarts: int) -> dict:
-    """What a kubelet writes; the step is the scheduler's or, if that idles, the probe's."""
+    """What a kubelet reports; the step is the scheduler's or, if that idles, the probe's."""
     culprit = "probe" if tag_of(pod) == "idle" else "scx"
     died = {"exitCode": 1, "reason": "Error", "startedAt": now(2), "finishedAt": now()}
     if culprit == "probe" or container["terminationMessagePolicy"] == "FallbackToLogsOnError":
@@ -1526,7 +1529,7 @@ def container_status(pod: dict, container: dict, step: str, restarts: int) -> di
     is_culprit = container["name"] == culprit
     state = states[step] if is_culprit else running
     last = is_culprit and (restarts or step == "waiting")
-    # a probe is ready once it has found a scheduler attached
+    # a probe becomes ready when it finds a scheduler attached
     found = step == "attached" or container["name"] == "scx"
     return {
         "name": container["name"],
@@ -1540,7 +1543,7 @@ def container_status(pod: dict, container: dict, step: str, restarts: int) -> di
 
 
 def outdated(spec: dict, wanted: set, old: set, available: set) -> set[str]:
-    """The nodes of which a rolling update takes the old pod now."""
+    """The nodes whose old pod a rolling update deletes now."""
     most = spec["updateStrategy"]["rollingUpdate"]["maxUnavailable"]
     if isinstance(most, str):
         most = math.ceil(int(most.rstrip("%")) * len(wanted) / 100)
@@ -1552,7 +1555,7 @@ def outdated(spec: dict, wanted: set, old: set, available: set) -> set[str]:
 
 
 class Cluster(Client):
-    """An ApiServer or, without one, the cluster of $SKED_TEST_KUBECONFIG: over HTTP, as admin."""
+    """An ApiServer, or the cluster of $SKED_TEST_KUBECONFIG: over HTTP, as admin."""
 
     def __init__(self, server: ApiServer | None = None) -> None:
         self.server = server
@@ -1569,7 +1572,7 @@ class Cluster(Client):
             raise Refusal(error.status, "", str(error)) from None
 
     def namespace(self) -> str:
-        """A new namespace, which is deleted in the end."""
+        """A new namespace, deleted after the test."""
         self.namespaces.append(f"sked-test-{uuid.uuid4().hex[:8]}")
         labels = {"pod-security.kubernetes.io/enforce": "privileged"}
         meta = {"name": self.namespaces[-1], "labels": labels}
@@ -1619,7 +1622,7 @@ class OperatorProcess(contextlib.AbstractContextManager):
     def __init__(
         self, kubeconfig: Path | str, *args: str, program: Path = HERE / "sked.py", port: int = 0
     ) -> None:
-        self.port = port  # of its health, if any
+        self.port = port  # of its health endpoint, if any
         self.log = Path(kubeconfig).with_name(f"{uuid.uuid4()}.log")
         address = f"127.0.0.1:{port}" if port else "0"
         flags = [f"--kubeconfig={kubeconfig}", f"--health-probe-bind-address={address}"]
@@ -1639,7 +1642,7 @@ class OperatorProcess(contextlib.AbstractContextManager):
     def stop(self, sent: int = signal.SIGTERM) -> int:
         """Sends a signal and returns the exit code."""
         self.process.send_signal(sent)
-        return self.process.wait(20)  # a request that hangs would take longer
+        return self.process.wait(20)  # less than the timeout of a hanging request
 
 
 # ---------------------------------------------------------------- fixtures
@@ -1647,7 +1650,7 @@ class OperatorProcess(contextlib.AbstractContextManager):
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    """A cluster of its own for each test; the real one where $SKED_TEST_KUBECONFIG names it."""
+    """A new cluster for each test, or the real one that $SKED_TEST_KUBECONFIG names."""
     if "SKED_TEST_KUBECONFIG" not in os.environ:
         with ApiServer() as server:
             yield Cluster(server)
@@ -1660,9 +1663,9 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def server(cluster: Cluster) -> ApiServer:
-    """For tests that play with the API server or the nodes."""
+    """For tests that control the API server or the nodes."""
     if not cluster.server:
-        pytest.skip("cannot be done to a real cluster")
+        pytest.skip("not possible on a real cluster")
     return cluster.server
 
 
@@ -1673,12 +1676,10 @@ def kubelets(server: ApiServer) -> Kubelets:
 
 @pytest.fixture
 def fleet(world: World, kubelets: Kubelets) -> Kubelets:
-    """The nodes a, b and c, each in the pool of its name; x runs on all of them."""
+    """The nodes a, b and c, each in the pool of that name; x runs on all of them."""
     for node in "abc":
         kubelets.add_node(node, pool=node)
-    world.start()
-    world.add()
-    world.expect("AllReady")
+    world.deploy("AllReady")
     return kubelets
 
 
@@ -1701,7 +1702,7 @@ HURRY = {
 
 
 def hurry(program: ModuleType, patch: pytest.MonkeyPatch) -> None:
-    """Makes sked, or the hasty one, wait for less, and count afresh."""
+    """Shortens the waits of sked, or of the hasty copy, and resets its metrics."""
     for name, value in HURRY.items():
         patch.setattr(program, name, value)
     patch.setattr(program, "METRICS", program.Metrics())
@@ -1720,11 +1721,11 @@ TIMES = {  # of the hasty sked
 
 @pytest.fixture(scope="session")
 def hasty() -> Iterator[ModuleType]:
-    """A copy of sked that waits for less, also where a time is a default argument."""
+    """A copy of sked with shorter times, including those used as default arguments."""
     text = (HERE / "sked.py").read_text()
     for name, seconds in TIMES.items():
         text, count = re.subn(rf"(?m)^{name} = [\d.]+", f"{name} = {seconds}", text)
-        assert count == 1, f"{name} is no constant of sked.py any more"
+        assert count == 1, f"{name} is not a constant of sked.py"
     with tempfile.TemporaryDirectory(prefix="sked-") as folder:
         path = Path(folder, "sked.py")
         path.write_text(text)
@@ -1736,10 +1737,9 @@ def hasty() -> Iterator[ModuleType]:
 
 @pytest.fixture
 def operate(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]:
-    """Runs main, of sked or of the hasty one, in a thread of this process.
+    """Runs main of sked, or of the hasty copy, in a thread of this process.
 
-    Returns the ports of its health and of its metrics. In the end it gets the signal that it waits
-    for, and must exit 0.
+    Returns its health and metrics ports. After the test it gets its signal and must exit with 0.
     """
     signalled = threading.Event()
     codes, threads = [], []
@@ -1771,7 +1771,7 @@ def operate(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
 
 @pytest.fixture
 def replica(server: ApiServer, hasty: ModuleType) -> Iterator[Callable]:
-    """Starts processes of the hasty sked that want the lease in a namespace."""
+    """Starts processes of the hasty sked that compete for the lease in a namespace."""
     with contextlib.ExitStack() as stack:
 
         def begin(namespace: str, user: str = "other") -> OperatorProcess:
@@ -1786,7 +1786,7 @@ def replica(server: ApiServer, hasty: ModuleType) -> Iterator[Callable]:
 
 @pytest.fixture
 def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A home with kubeconfigs whose contexts are named as their hosts, none in use."""
+    """A home directory with kubeconfigs; each context has the name of its host."""
     for name in ("KUBECONFIG", "KUBERNETES_SERVICE_HOST", "POD_NAMESPACE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -1803,7 +1803,7 @@ def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def in_pod(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a service account's token, as if in a pod."""
+    """A pod's environment; the folder holds the service account's token."""
     (home / "token").write_text("first")
     where = "kubernetes.config.incluster_config"
     monkeypatch.setattr(f"{where}.SERVICE_TOKEN_FILENAME", str(home / "token"))
@@ -1813,7 +1813,7 @@ def in_pod(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return home
 
 
-# ---------------------------------------------------------------- what tests ask and say
+# ---------------------------------------------------------------- objects and queries
 
 
 def schedext(name: str, sched: str = RUSTY, namespace: str = "default", **spec: Any) -> dict:
@@ -1825,20 +1825,15 @@ def schedext(name: str, sched: str = RUSTY, namespace: str = "default", **spec: 
     }
 
 
-def daemonset(name: str, namespace: str, owner_uid: str = "", image: str = RUSTY) -> dict:
-    """What the Go operator makes of a SchedExt; a literal, not what build_daemonset says."""
+SCX = {"name": "scx", "image": RUSTY, "securityContext": {"privileged": True}}
+
+
+def daemonset(name: str, namespace: str, owner_uid: str = "") -> dict:
+    """The DaemonSet that the Go operator makes of a SchedExt, as a literal."""
     meta: dict = {"name": name, "namespace": namespace, "labels": {"managed-by": "sked-controller"}}
     if owner_uid:
-        owner = {
-            "apiVersion": "sked.schedkit.io/v1",
-            "kind": "SchedExt",
-            "name": name,
-            "uid": owner_uid,
-            "controller": True,
-            "blockOwnerDeletion": True,
-        }
+        owner = controller_reference("sked.schedkit.io/v1", "SchedExt", name, owner_uid)
         meta["ownerReferences"] = [owner]
-    container = {"name": "scx", "image": image, "securityContext": {"privileged": True}}
     return {
         "apiVersion": "apps/v1",
         "kind": "DaemonSet",
@@ -1847,10 +1842,20 @@ def daemonset(name: str, namespace: str, owner_uid: str = "", image: str = RUSTY
             "selector": {"matchLabels": {"name": name}},
             "template": {
                 "metadata": {"labels": {"name": name, "managed-by": "sked-controller"}},
-                "spec": {"containers": [container]},
+                "spec": {"containers": [SCX]},
             },
         },
     }
+
+
+def unlabelled_daemonset(name: str, namespace: str) -> dict:
+    """One that is not sked's."""
+    return merge(daemonset(name, namespace), {"metadata": {"labels": None}})
+
+
+def ready_on(total: int) -> dict:
+    """status.nodes of a SchedExt that is ready on this many nodes."""
+    return {"desired": total, "ready": total, "updated": total, "failing": 0}
 
 
 def images(server: ApiServer) -> dict[str, str]:
@@ -1867,7 +1872,7 @@ STALLED = '.status.conditions[?(@.type=="Stalled")]'
 
 
 def free_port() -> int:
-    """One that no outgoing connection takes in the meantime: those get higher ones."""
+    """A port that no outgoing connection can take, because those use higher ones."""
     for port in random.sample(range(20_000, 32_000), 100):
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
@@ -1883,7 +1888,7 @@ def listens(port: int) -> bool:
 def ask(
     port: int, path: str, method: str = "GET", token: str = "", tls: bool = False
 ) -> tuple[int, str, Any]:
-    """Status, body and headers of an answer."""
+    """The answer's status, body and headers."""
     url = f"{'https' if tls else 'http'}://127.0.0.1:{port}{path}"
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     with urllib3.PoolManager(cert_reqs="CERT_NONE", retries=False, timeout=60) as pool:
@@ -1891,11 +1896,11 @@ def ask(
         return response.status, response.data.decode(), response.headers
 
 
-# ---------------------------------------------------------------- what the tests share
+# ---------------------------------------------------------------- shared by the tests
 
 
 def table(text: str) -> list:
-    """The rows of a table in YAML, as parameters of a test: what stands first names the row."""
+    """A YAML table as parameters of a test: each key is the row's id."""
     return [pytest.param(*row, id=name) for name, row in yaml.safe_load(text).items()]
 
 
@@ -1905,17 +1910,17 @@ def given(**spec: Any) -> dict:
     return merge(schedext("scx-rusty", namespace="tools", **spec), {"metadata": meta, "status": {}})
 
 
-PLAIN = daemonset("scx-rusty", "tools", "u-1")  # what the Go operator makes of it
+PLAIN = daemonset("scx-rusty", "tools", "u-1")  # of given()
 
 
 def passes() -> float:
-    """How often sked has looked at a SchedExt."""
+    """How often sked has reconciled."""
     samples = sked.METRICS.copy().items()
     return sum(count for name, count in samples if "reconcile_total" in name)
 
 
 class World:
-    """SchedExts, and a sked that works on them. Where no name is given, it is about x."""
+    """SchedExts and a sked that reconciles them. The default name is x."""
 
     def __init__(self, cluster: Cluster, kubeconfig: Path, patch: pytest.MonkeyPatch) -> None:
         self.api = cluster.server or cluster
@@ -1930,13 +1935,19 @@ class World:
         threading.Thread(target=self.operator.run, daemon=True).start()
         eventually(self.operator.is_ready)
 
+    def deploy(self, reason: str = "RollingOut", **spec: Any) -> dict:
+        """Starts sked, adds x and waits until its status gives this reason."""
+        self.start()
+        self.add(**spec)
+        return self.expect(reason)
+
     def stop(self) -> None:
         if self.operator:
             self.operator.stop.set()
         eventually(lambda: not [t for t in threading.enumerate() if t.name.startswith("worker-")])
 
     def restart(self) -> list[str]:
-        """What another sked writes that finds all this and has looked at each SchedExt."""
+        """Restarts sked; returns what it writes until it has reconciled every SchedExt."""
         eventually(lambda: not self.written(time.time() - 0.5))
         self.stop()
         since = time.time()
@@ -1947,7 +1958,7 @@ class World:
         return self.written(since)
 
     def is_idle(self) -> bool:
-        """Whether sked has heard of all that there is, and has nothing to do."""
+        """Whether sked's caches are up to date and it has nothing to do."""
         operator = self.operator
         heard = [*operator.schedexts.values(), *operator.daemonsets.values()]
         there = self.api.list("schedexts") + self.api.list("daemonsets")
@@ -1955,8 +1966,7 @@ class World:
         return versions[0] == versions[1] and not operator.queue.due and not operator.queue.busy
 
     def written(self, since: float = 0.0) -> list[str]:
-        done = [request for request in self.api.writes(since) if request.status < 300]
-        return [f"{request.verb} {request.what}" for request in done]
+        return [request.deed for request in self.api.writes(since) if request.status < 300]
 
     def add(self, name: str = "x", sched: str = RUSTY, **spec: Any) -> str:
         """Creates a SchedExt and returns its uid."""
@@ -1981,19 +1991,19 @@ class World:
         return dig(self.made(), ".spec.template.spec.containers[0].image")
 
     def expect(self, reason: str, name: str = "x") -> dict:
-        """Waits for a reason that is told of the current spec; returns the Ready condition.
+        """Waits for this reason in the status of the current spec; returns the Ready condition.
 
-        What waiting does not mend is Stalled, too, for GitOps tools; nothing else ever is.
+        Problems that do not go away by waiting must also be Stalled, for GitOps tools; no others.
         """
 
-        def told() -> bool:
+        def has_reason() -> bool:
             found[0] = self.get(name)
             ready = dig(found[0], READY) or {}
             current = ready.get("observedGeneration") == found[0]["metadata"]["generation"]
             return current and ready["reason"] == reason
 
         found = [{}]
-        eventually(told)
+        eventually(has_reason)
         ready, stalled = dig(found[0], READY), dig(found[0], STALLED) or {}
         same = ("True", reason, ready["message"])
         expected = same if reason in ("NameTaken", "Rejected") else (None, None, None)
@@ -2007,18 +2017,18 @@ class World:
         return dig(self.get(name), ".status.failures") or []
 
     def history(self) -> list[dict]:
-        """Each state of x that had a status."""
+        """Every state of x that had a status."""
         objs = [change.obj for change in list(self.api.log["schedexts"])]
         return [obj for obj in objs if obj["metadata"]["name"] == "x" and dig(obj, READY)]
 
-    def told(self) -> list[str]:
-        """Reasons and messages that x has ever had, one after the other."""
+    def messages(self) -> list[str]:
+        """Every reason and message that x has had, in order."""
         conditions = [dig(obj, READY) for obj in self.history()]
         return [f"{ready['reason']}: {ready['message']}" for ready in conditions]
 
     def reasons(self) -> list[str]:
-        told = [line.partition(":")[0] for line in self.told()]
-        return [reason for reason, _ in itertools.groupby(told)]
+        reasons = [line.partition(":")[0] for line in self.messages()]
+        return [reason for reason, _ in itertools.groupby(reasons)]
 
 
 @pytest.fixture
@@ -2029,7 +2039,6 @@ def world(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     world.stop()
 
 
-SCX = {"name": "scx", "image": RUSTY, "securityContext": {"privileged": True}}
 A = {"pool": "a"}
 B = {"pool": "b"}
 
@@ -2039,7 +2048,7 @@ def in_template(**pod: Any) -> dict:
 
 
 def running(kubelets: Kubelets) -> dict[str, str]:
-    """The image that each pod of x runs, by node."""
+    """The image of each pod of x, by node."""
     pods = kubelets.pods("x").items()
     return {node: pod["spec"]["containers"][0]["image"] for node, pod in pods}
 
@@ -2059,7 +2068,7 @@ def call_fails(api: sked.Api, words: str) -> bool:
 
 @pytest.fixture
 def secure() -> Iterator[ApiServer]:
-    """An API server that speaks TLS; its certificate has no Authority Key Identifier."""
+    """An API server with TLS, whose certificate has no Authority Key Identifier."""
     with ApiServer(serving_tls()) as server:
         yield server
 
@@ -2068,17 +2077,17 @@ def secure() -> Iterator[ApiServer]:
 @pytest.mark.parametrize(
     "host, cluster, words",
     table("""
-    right: [127.0.0.1, {certificate-authority: ca.crt}, ""]
+    right CA and host: [127.0.0.1, {certificate-authority: ca.crt}, ""]
     wrong CA: [127.0.0.1, {certificate-authority: x.crt}, self-signed]
     wrong host: [localhost, {certificate-authority: ca.crt}, Hostname mismatch]
     tls-server-name: [localhost, {certificate-authority: ca.crt, tls-server-name: 127.0.0.1}, ""]
     insecure: [localhost, {insecure-skip-tls-verify: true}, ""]
     """),
 )
-def test_a_server_certificate_is_checked_as_kubectl_does(secure, host, cluster, words):
+def test_the_server_certificate_is_checked_as_kubectl_does(secure, host, cluster, words):
     openssl(authority(), f"req -x509 -subj /CN=x {NEW_KEY} -keyout x.key -out x.crt")
     cluster |= {"server": f"https://{host}:{secure.port}"}
-    path = authority() / "config"  # beside the files that it names
+    path = authority() / "config"  # next to the files that it names
     api = connect(write_kubeconfig(path, "x", {"x": cluster}, {"token": "sked"}))
     assert call_fails(api, words) if words else api.request("GET", "/api")
 
@@ -2097,14 +2106,16 @@ RECONNECTS = """if True:
     print(api.request("GET", "/api")["kind"])"""
 
 
-def test_a_client_certificate_survives_many_connections_at_once(secure):
+def test_a_client_certificate_works_on_many_connections_at_once(secure):
     answers = secure.fault("GET", "/api", None, "close")
     kubeconfig = secure.kubeconfig("sked", certificate=True)
     assert python("-c", RECONNECTS, str(kubeconfig)) == "APIVersions\n"
     assert answers.hits == 6 * 100 + 1
 
 
-def test_a_plugin_that_fails_is_asked_again_and_nobody_goes_without_credentials(secure, tmp_path):
+def test_a_failed_credential_plugin_is_run_again_and_no_request_goes_without_a_token(
+    secure, tmp_path
+):
     answer = tmp_path / "answer"
     of = {"apiVersion": "client.authentication.k8s.io/v1"}
     plugin = {"exec": of | {"command": "cat", "args": [str(answer)]}}
@@ -2135,7 +2146,7 @@ def test_a_rotated_token_is_read_again(in_pod, secure, monkeypatch):
     assert api.request("GET", "/api")
 
 
-def test_a_renewed_authority_is_read_again(secure):
+def test_a_renewed_ca_is_read_again(secure):
     kubeconfig = secure.kubeconfig("sked")
     renewed = kubeconfig.read_text()
     other = encoded(sign("other", "")[0])
@@ -2146,11 +2157,11 @@ def test_a_renewed_authority_is_read_again(secure):
     assert api.request("GET", "/api")
 
 
-def test_a_proxy_is_asked_for_an_absolute_url(home, monkeypatch):
+def test_a_proxy_gets_the_absolute_url(home, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as proxy:
         monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.getsockname()[1]}")
         monkeypatch.setenv("no_proxy", "")
-        with pytest.raises(sked.ApiError, match="timed out"):  # for nobody answers
+        with pytest.raises(sked.ApiError, match="timed out"):  # nobody answers
             connect(home / "env").request("GET", "/api", timeout=0.1, a=1)
         with proxy.accept()[0] as connection:
             assert connection.recv(100).startswith(b"GET http://e1/api?a=1 HTTP/1.1\r\n")
@@ -2160,7 +2171,7 @@ def test_a_proxy_is_asked_for_an_absolute_url(home, monkeypatch):
 
 
 def metrics_in(text: str) -> dict[str, float]:
-    """The samples, by name and labels as they stand; fails where Prometheus would."""
+    """The samples, by name and labels; fails on text that Prometheus would refuse."""
     samples: dict[str, float] = {}
     assert text.count("# HELP") == text.count("# TYPE")
     for line in text.splitlines():
@@ -2182,7 +2193,7 @@ def metrics_at(port: int) -> dict[str, float]:
 
 
 CRDS = ("customresourcedefinitions", "", "schedexts.sked.schedkit.io")
-TROUBLE = {  # how it begins and ends, and what the lines in the log say
+TROUBLE = {  # how it begins and ends, and what is logged
     "unreachable": (ApiServer.stop_listening, ApiServer.start_listening, ["Connection refused"]),
     "silent": (ApiServer.freeze, ApiServer.thaw, ["timed out"]),
     "no CRD": (
@@ -2199,23 +2210,25 @@ TROUBLE = {  # how it begins and ends, and what the lines in the log say
 
 
 @pytest.mark.parametrize("trouble", TROUBLE)
-def test_trouble_is_told_once_and_waited_out(server, operate, hasty, caplog, trouble):
+def test_an_api_server_problem_is_logged_once_and_waited_out(
+    server, operate, hasty, caplog, trouble
+):
     begin, end, lines = TROUBLE[trouble]
     begin(server)
     _, port = operate(program=hasty if trouble == "silent" else sked)
     eventually(lambda: sum(n for name, n in metrics_at(port).items() if "requests" in name) >= 9)
-    told = sorted(caplog.messages)
-    assert len(told) == len(lines)
-    assert all(words in line for words, line in zip(lines, told))
+    logged = sorted(caplog.messages)
+    assert len(logged) == len(lines)
+    assert all(words in line for words, line in zip(lines, logged))
     caplog.set_level(logging.INFO)
     end(server)
     server.create(schedext("late"))
     eventually(lambda: images(server) == {"late": RUSTY})
     eventually(lambda: caplog.messages.count("the API server answers again") == 1)
-    assert sum(record.levelno > logging.INFO for record in caplog.records) == len(told)
+    assert sum(record.levelno > logging.INFO for record in caplog.records) == len(logged)
 
 
-FAULTS = {  # and how often each happens
+FAULTS = {  # how often each request is hit
     ("GET", "watch=true"): 3,
     ("GET", "limit="): 3,
     ("POST", "/daemonsets"): 1,
@@ -2227,8 +2240,8 @@ FAULTS = {  # and how often each happens
 @pytest.mark.parametrize(
     "action", ["drop", "lose", "truncate", "garbage", "hang", "stall", "error"]
 )
-def test_a_fault_is_survived_and_nothing_is_missed(world, server, operate, hasty, caplog, action):
-    for name in ("lacking", "edited", "deleted"):
+def test_no_change_is_missed_after_a_fault(world, server, operate, hasty, caplog, action):
+    for name in ("missing", "edited", "deleted"):
         world.add(name)
     operate(program=hasty)
     eventually(lambda: len(images(server)) == 3)
@@ -2236,16 +2249,16 @@ def test_a_fault_is_survived_and_nothing_is_missed(world, server, operate, hasty
     world.add("new")
     world.edit("edited", sched=LAVD)
     world.remove("deleted")
-    server.delete("daemonsets", "default", "lacking")
-    faults = {server.fault(*where, FAULTS[where], action): FAULTS[where] for where in FAULTS}
+    server.delete("daemonsets", "default", "missing")
+    faults = [server.fault(*where, times, action) for where, times in FAULTS.items()]
     server.start_listening()
-    eventually(lambda: images(server) == {"lacking": RUSTY, "edited": LAVD, "new": RUSTY})
+    eventually(lambda: images(server) == {"missing": RUSTY, "edited": LAVD, "new": RUSTY})
     world.expect("RollingOut", "edited")
-    assert all(fault.hits == times for fault, times in faults.items())
+    assert all(fault.hits == fault.times for fault in faults)
     assert "bug" not in caplog.text
 
 
-def test_lists_come_in_pages_and_start_anew_where_a_page_is_gone(server, operate, monkeypatch):
+def test_lists_are_paged_and_start_over_when_a_page_expires(server, operate, monkeypatch):
     monkeypatch.setattr(sked, "PAGE_ITEMS", 7)
     names = [f"scx-{n}" for n in range(30)]
     for name in names:
@@ -2263,13 +2276,11 @@ def test_lists_come_in_pages_and_start_anew_where_a_page_is_gone(server, operate
     "410": [expired_as_status, true]
     410 as an event: [expired_as_status, false]
     "504": [refuse_future, true]
-    silence: [refuse_future, false]
+    no answer: [refuse_future, false]
     """),
 )
-def test_a_version_from_before_a_compaction_or_a_restore_is_given_up(
-    world, server, operate, setting, value
-):
-    setattr(server, setting, value)  # what it does with a version that it does not have
+def test_sked_lists_again_after_a_compaction_or_a_restore(world, server, operate, setting, value):
+    setattr(server, setting, value)  # how it answers a version it does not have
     operate()
     server.bookmark_seconds = 60
     world.add()
@@ -2290,35 +2301,46 @@ def test_a_version_from_before_a_compaction_or_a_restore_is_given_up(
     eventually(lambda: world.made("new"))
 
 
-def test_a_watch_that_ends_well_goes_on_where_it_was(world, server):
+def test_a_watch_that_ends_cleanly_resumes_without_a_new_list(world, server):
     world.start()
     world.add("early")
     world.expect("RollingOut", "early")
     server.end_watches()
     world.add("late")
     world.expect("RollingOut", "late")
-    asked = [r.verb for r in server.requests if (r.what, r.user) == ("schedexts", "sked")]
-    assert asked == ["list", "watch", "watch"]
+    asked = [deed for deed in server.deeds() if deed.endswith(" schedexts")]
+    assert asked == ["list schedexts", "watch schedexts", "watch schedexts"]
 
 
-def test_after_any_number_of_outages_it_is_back_within_ten_seconds(mocker):
+def pauses(mocker: Any, lists: list, watch: Iterable[dict]) -> list[float]:
+    """How long a reflector waits after each list, if all its watches are like this one."""
     operator = mocker.MagicMock()
-    operator.stop.is_set.side_effect = [False] * 60 + [True]
+    operator.stop.is_set.side_effect = [False] * len(lists) + [True]
+    operator.api.request.side_effect = lists
+    operator.api.watch.side_effect = lambda *_, **__: iter(watch)
+    sked.Pods(operator, "").run()
+    return [call.args[0] for call in operator.stop.wait.call_args_list]
+
+
+def test_sked_reconnects_within_ten_seconds_of_any_outage(mocker):
     down = sked.ApiError(0, "down")
     page = {"metadata": {"resourceVersion": "1"}}
-    operator.api.request.side_effect = [*[down] * 9, page] * 6
-    operator.api.watch.return_value = [{}]  # it opens
-    sked.Pods(operator, "").run()
-    pauses = [call.args[0] for call in operator.stop.wait.call_args_list]
-    assert 5 < max(pauses) <= 8
-    assert max(pauses[::10]) <= 1
-    assert max(pauses[1::10]) <= 2
+    lost = [{}, {"type": "ERROR", "object": {"code": 500}}]  # a watch that opens and is cut off
+    found = pauses(mocker, [*[down] * 9, page] * 6, lost)
+    assert 5 < max(found) <= 8
+    assert max(found[::10]) <= 1
+    assert max(found[1::10]) <= 2
 
 
-def test_what_failed_in_an_outage_is_tried_at_once_when_it_is_over(world, server):
+def test_watches_that_end_at_once_are_opened_less_and_less_often(mocker):
+    found = pauses(mocker, [{"metadata": {"resourceVersion": "1"}}] * 9, [{}])
+    assert found[0] <= 1 and found[-1] > 5
+
+
+def test_failed_work_is_retried_at_once_when_an_outage_ends(world, server):
     world.start()
-    pauses = {sked.RECONNECT_SECONDS: 0.05, sked.RETRY_SECONDS: 60.0}
-    world.set("backoff", lambda failures, most: pauses[most])
+    waits = {sked.RECONNECT_SECONDS: 0.05, sked.RETRY_SECONDS: 60.0}
+    world.set("backoff", lambda failures, most: waits[most])
     refused = server.fault("POST", "/daemonsets")
     world.add()
     eventually(lambda: refused.hits)
@@ -2340,7 +2362,7 @@ def test_caches_keep_no_managed_fields(world):
 ONE = ("default", "one")
 
 
-def test_a_key_waits_once_and_until_the_earliest_time_asked_for(mocker):
+def test_a_key_is_queued_once_for_the_earliest_requested_time(mocker):
     clock = mocker.patch.object(sked, "monotonic")
     clock.return_value = 100.0
     work = sked.WorkQueue()
@@ -2354,7 +2376,7 @@ def test_a_key_waits_once_and_until_the_earliest_time_asked_for(mocker):
     assert work.get(0) is None
 
 
-def test_a_key_never_goes_to_two_workers_and_comes_again_if_it_was_added_meanwhile():
+def test_a_key_goes_to_one_worker_at_a_time_and_returns_if_it_was_added_meanwhile():
     work = sked.WorkQueue()
     work.add(ONE)
     assert work.get(1) == ONE
@@ -2364,7 +2386,7 @@ def test_a_key_never_goes_to_two_workers_and_comes_again_if_it_was_added_meanwhi
     assert work.get(1) == ONE
 
 
-def test_a_key_that_fails_waits_longer_each_time_and_starts_afresh_after_a_success(mocker):
+def test_a_failing_key_backs_off_exponentially_until_it_succeeds(mocker):
     mocker.patch.object(sked.random, "uniform", return_value=1.0)
     operator = sked.Operator(mocker.Mock())
     outcomes = [sked.ApiError(500, "no")] * 10 + [float("inf"), ValueError("bug")]
@@ -2380,7 +2402,7 @@ def test_a_key_that_fails_waits_longer_each_time_and_starts_afresh_after_a_succe
 # ---------------------------------------------------------------- reconcile: create or patch
 
 
-def test_what_is_created_edited_and_deleted_the_daemonset_follows(world):
+def test_the_daemonset_follows_its_schedext_from_creation_to_deletion(world):
     world.start()
     world.add(args=["-v"], nodeSelector={"a": "1", "b": "2"})
     eventually(world.made)
@@ -2395,7 +2417,7 @@ def test_what_is_created_edited_and_deleted_the_daemonset_follows(world):
     eventually(lambda: not world.made())
 
 
-def test_each_drift_is_undone_and_what_is_not_skeds_stays(world, caplog):
+def test_drift_is_undone_and_foreign_fields_stay(world, caplog):
     caplog.set_level("INFO")
     world.start()
     ours = daemonset("x", world.ns, world.add())["metadata"]["ownerReferences"][0]
@@ -2420,17 +2442,17 @@ def test_each_drift_is_undone_and_what_is_not_skeds_stays(world, caplog):
     ):
         world.drift(drift)
         eventually(lambda: shape() == before)
-    assert "annotations" not in caplog.text
+    assert "annotations" not in caplog.text and "keeps changing" not in caplog.text
 
 
 @pytest.mark.parametrize(
     "change",
     table("""
-    not labelled: [{metadata: {labels: null}}]
+    no label: [{metadata: {labels: null}}]
     another controller:
     - metadata:
         ownerReferences: [{apiVersion: v1, kind: Node, name: n, uid: a-uid, controller: true}]
-    an orphan with another selector:
+    another selector:
     - spec:
         selector: {matchLabels: {name: null, a: b}}
         template: {metadata: {labels: {a: b}}}
@@ -2439,16 +2461,15 @@ def test_each_drift_is_undone_and_what_is_not_skeds_stays(world, caplog):
 def test_a_daemonset_that_is_not_ours_is_never_touched(world, server, change):
     server.collect = False
     theirs = server.create(merge(daemonset("x", world.ns), change))
-    world.start()
-    world.add(sched=LAVD)
-    assert "kubectl delete daemonset" in world.expect("NameTaken")["message"]
+    taken = world.deploy("NameTaken", sched=LAVD)
+    assert "kubectl delete daemonset" in taken["message"]
     assert world.made() == theirs
     server.delete("daemonsets", world.ns, "x")
     world.expect("RollingOut")
     assert world.image() == LAVD
 
 
-def test_an_orphan_of_ours_is_adopted_with_its_pods(world):
+def test_an_orphaned_daemonset_of_ours_is_adopted_unchanged(world):
     orphan = world.api.create(daemonset("x", world.ns))
     world.start()
     uid = world.add()
@@ -2464,10 +2485,9 @@ def test_the_go_operators_daemonset_is_taken_over_without_a_write(world, server)
     assert world.written() == ["patch schedexts/status"]
 
 
-def test_the_daemonset_of_a_deleted_namesake_is_waited_for(world, server):
-    world.start()
-    world.add()
-    old = eventually(world.made)
+def test_a_recreated_schedext_waits_until_the_old_daemonset_is_deleted(world, server):
+    world.deploy()
+    old = world.made()
     server.collect = False
     world.remove()
     uid = world.add(sched=LAVD)
@@ -2479,30 +2499,28 @@ def test_the_daemonset_of_a_deleted_namesake_is_waited_for(world, server):
 
 
 def test_a_schedext_that_is_being_deleted_is_left_alone(world, server):
-    world.start()
-    world.add()
-    eventually(world.made)
+    world.deploy()
     server.patch("schedexts", world.ns, "x", {"metadata": {"finalizers": ["example.com/hold"]}})
     world.remove()
     seen = world.operator.schedexts
     eventually(lambda: "deletionTimestamp" in seen.get((world.ns, "x"))["metadata"])
     server.delete("daemonsets", world.ns, "x")
     world.add("y")
-    world.expect("RollingOut", "y")  # is written a moment after what it was to do for x was due
+    world.expect("RollingOut", "y")  # by now, x would have been reconciled, too
     assert not world.made()
 
 
 def admission(deeds: str, change: Callable) -> Callable:
-    """A webhook that changes what is written by deeds such as 'create pods'."""
+    """A webhook that changes the objects of deeds such as 'create pods'."""
 
     def webhook(request: Request, obj: dict) -> dict:
-        return change(obj) if re.fullmatch(deeds, f"{request.verb} {request.what}") else obj
+        return change(obj) if re.fullmatch(deeds, request.deed) else obj
 
     return webhook
 
 
 def refuse(words: str, why: str) -> Callable:
-    """Refuses what has these words in it."""
+    """Refuses objects that contain these words."""
 
     def change(obj: dict) -> dict:
         if words in str(obj):
@@ -2517,7 +2535,7 @@ def add_env(pod: dict) -> dict:
     return pod
 
 
-def test_a_refused_daemonset_is_told_and_retried_and_stops_no_other(world, server):
+def test_a_rejected_daemonset_is_reported_and_retried_and_blocks_no_other(world, server):
     server.webhook = admission("create daemonsets", refuse("'refused'", "exceeded quota"))
     world.start()
     world.add("refused")
@@ -2528,18 +2546,16 @@ def test_a_refused_daemonset_is_told_and_retried_and_stops_no_other(world, serve
     world.expect("RollingOut", "refused")
 
 
-def test_what_fails_again_and_again_is_told_even_if_it_may_pass(world, server):
+def test_repeated_server_errors_are_reported_as_rejected(world, server):
     failing = server.fault("POST", "/daemonsets", None)
-    world.start()
-    world.add()
-    world.expect("Rejected")
+    world.deploy("Rejected")
     failing.clear()
     world.expect("RollingOut")
-    told = [event["reason"] for event in server.list("events")]
-    assert told == ["Rejected"]  # that it is made at last is no drift
+    events = [event["reason"] for event in server.list("events")]
+    assert events == ["Rejected"]  # the late creation is not reported as drift
 
 
-def test_in_a_namespace_that_is_being_deleted_nothing_is_told(world, server):
+def test_no_status_is_written_in_a_terminating_namespace(world, server):
     why = "unable to create new content in namespace default because it is being terminated"
     server.webhook = admission("create daemonsets", refuse("", why))
     world.set("BLOCKED_SECONDS", 0.1)
@@ -2551,12 +2567,12 @@ def test_in_a_namespace_that_is_being_deleted_nothing_is_told(world, server):
     eventually(world.made)
 
 
-def test_restarted_on_finished_work_it_writes_nothing(world, server, fleet):
+def test_a_restart_on_finished_work_writes_nothing(world, server, fleet):
     world.add("parks-x-and-fails", "ghcr.io/x/y:nopull", nodeSelector=A)
     server.webhook = admission("create daemonsets", refuse("'refused'", "exceeded quota"))
     world.add("refused")
-    theirs = merge(daemonset("taken", world.ns), in_template(nodeSelector={"no": "where"}))
-    server.create(merge(theirs, {"metadata": {"labels": None}}))
+    theirs = unlabelled_daemonset("taken", world.ns)
+    server.create(merge(theirs, in_template(nodeSelector={"no": "where"})))
     world.add("taken")
     world.expect("NodesFailing", "parks-x-and-fails")
     world.expect("Rejected", "refused")
@@ -2570,16 +2586,14 @@ def test_restarted_on_finished_work_it_writes_nothing(world, server, fleet):
     assert world.written(since) == []
 
 
-def test_a_new_schedext_takes_two_writes_that_the_server_decodes_once(world, server):
-    world.start()
-    world.add()
-    world.expect("RollingOut")
+def test_a_new_schedext_takes_two_writes_without_field_validation(world, server):
+    world.deploy()
     eventually(world.is_idle)
     assert world.written() == ["create daemonsets", "patch schedexts/status"]
     assert {r.query.get("fieldValidation") for r in server.writes()} == {"Ignore"}
 
 
-def test_one_namespace_only(world, server, ns):
+def test_sked_can_be_limited_to_one_namespace(world, server, ns):
     world.add("out")
     server.create(schedext("in", namespace=ns))
     world.start(namespace=ns)
@@ -2589,20 +2603,18 @@ def test_one_namespace_only(world, server, ns):
 
 
 def cut_off(server: ApiServer, plural: str) -> Fault:
-    """From now on sked hears nothing new of a resource, until the fault is cleared."""
+    """Silences sked's watch of a resource until the returned fault is cleared."""
     silence = server.fault("GET", f"{plural}.*watch=true", None, "hang")
     server.drop_connections()
     eventually(lambda: silence.hits)
     return silence
 
 
-def test_a_patch_never_hits_another_daemonset_that_took_the_name(world, server):
-    world.start()
-    world.add()
-    eventually(world.made)
+def test_a_patch_never_hits_a_new_daemonset_of_the_same_name(world, server):
+    world.deploy()
     silence = cut_off(server, "daemonsets")
     server.delete("daemonsets", world.ns, "x")
-    theirs = server.create(merge(daemonset("x", world.ns), {"metadata": {"labels": None}}))
+    theirs = server.create(unlabelled_daemonset("x", world.ns))
     world.edit(sched=LAVD)
     world.expect("NameTaken")
     assert world.made() == theirs
@@ -2612,29 +2624,25 @@ def test_a_patch_never_hits_another_daemonset_that_took_the_name(world, server):
 @pytest.mark.parametrize(
     "spec",
     table("""
-    nothing: [null]
-    text: [text]
+    no spec: [null]
+    a text: [text]
     no image: [{}]
     nodeSelector: [{sched: x, nodeSelector: [a]}]
     hostPaths: [{sched: x, hostPaths: 5}]
     """),
 )
-def test_what_slips_through_a_lax_schema_stops_nobody_else(world, server, spec):
+def test_an_invalid_spec_that_a_lax_schema_lets_in_blocks_no_other_schedext(world, server, spec):
     server.validate = False
     server.create(schedext("bad") | {"spec": spec})
-    world.start()
-    world.add()
-    world.expect("RollingOut")
+    world.deploy()
     world.expect("Rejected", "bad")
 
 
-# ---------------------------------------------------------------- reconcile: who keeps changing it
+# ---------------------------------------------------------------- reconcile: drift and fights
 
 
-def test_a_drift_that_meets_an_edit_while_the_watch_is_down_is_undone(world, server):
-    world.start()
-    world.add()
-    eventually(world.made)
+def test_drift_during_a_watch_outage_is_undone_even_after_an_edit(world, server):
+    world.deploy()
     silence = cut_off(server, "daemonsets")
     world.drift(in_template(nodeSelector={"a": "b"}))
     world.edit(sched=LAVD)
@@ -2643,15 +2651,16 @@ def test_a_drift_that_meets_an_edit_while_the_watch_is_down_is_undone(world, ser
     eventually(lambda: "nodeSelector" not in pod_spec(world.made()))
 
 
-def test_a_fight_is_told_gets_slower_and_is_won_when_the_other_stops(world, server, caplog):
+def test_a_fight_over_a_field_is_reported_slows_down_and_ends_when_the_other_side_stops(
+    world, server, caplog
+):
     theirs = in_template(priorityClassName="theirs")
     server.webhook = admission(".* daemonsets", lambda obj: merge(obj, theirs))
     world.start()
     world.add()
 
     def patches():
-        sent = server.writes()
-        return [r.time for r in sent if (r.verb, r.what) == ("patch", "daemonsets")]
+        return [r.time for r in server.writes() if r.deed == "patch daemonsets"]
 
     eventually(lambda: len(patches()) >= 8)
     pauses = [later - earlier for earlier, later in itertools.pairwise(patches())]
@@ -2667,11 +2676,9 @@ def test_a_fight_is_told_gets_slower_and_is_won_when_the_other_stops(world, serv
 # ---------------------------------------------------------------- reconcile: a 404
 
 
-def test_a_watch_that_gets_404_takes_no_schedext_away(world, server):
+def test_a_404_to_a_watch_does_not_empty_the_cache(world, server):
     world.add("pool", nodeSelector=A)
-    world.add()
-    world.start()
-    world.expect("RollingOut")
+    world.deploy()
     world.expect("RollingOut", "pool")
     since = time.time()
     lost = server.fault("GET", "schedexts.*watch=true", status=404)
@@ -2684,10 +2691,10 @@ def test_a_watch_that_gets_404_takes_no_schedext_away(world, server):
     down.clear()
 
 
-def test_with_the_crd_go_all_schedexts_and_what_comes_back_is_worked_on(world, server, caplog):
-    world.start()
-    world.add()
-    world.expect("RollingOut")
+def test_deleting_the_crd_empties_the_cache_and_sked_works_again_when_it_is_back(
+    world, server, caplog
+):
+    world.deploy()
     server.stop_listening()
     server.delete(*CRDS)
     eventually(lambda: not world.made())
@@ -2703,7 +2710,7 @@ def test_with_the_crd_go_all_schedexts_and_what_comes_back_is_worked_on(world, s
 # ---------------------------------------------------------------- build_event
 
 
-def test_an_event_names_its_schedext_and_keeps_to_the_limit_of_a_message():
+def test_an_event_names_its_schedext_and_cuts_a_long_message():
     expected = """
         apiVersion: v1
         kind: Event
@@ -2770,12 +2777,12 @@ def pod_spec(built: dict) -> dict:
     return built["spec"]["template"]["spec"]
 
 
-def test_a_plain_schedext_yields_exactly_the_go_operators_daemonset():
+def test_a_plain_schedext_makes_exactly_the_go_operators_daemonset():
     assert sked.build_daemonset(given()) == PLAIN
 
 
 @pytest.mark.parametrize("row", FIELDS, ids=lambda row: "+".join(row["spec"]))
-def test_each_optional_field_arrives_where_it_belongs_and_nothing_else_changes(row):
+def test_each_optional_field_sets_its_daemonset_field_and_nothing_else(row):
     expected = copy(PLAIN)
     expected["spec"] |= row.get("daemonset", {})
     pod_spec(expected).update(row.get("pod", {}))
@@ -2783,7 +2790,7 @@ def test_each_optional_field_arrives_where_it_belongs_and_nothing_else_changes(r
     assert sked.build_daemonset(given(**row["spec"])) == expected
 
 
-def test_a_probe_image_adds_an_unprivileged_container_that_is_ready_once_the_kernel_says_so():
+def test_a_probe_image_adds_an_unprivileged_container_with_a_startup_probe():
     expected = """
         name: probe
         image: busybox:stable
@@ -2810,7 +2817,7 @@ def test_a_probe_image_adds_an_unprivileged_container_that_is_ready_once_the_ker
 
 
 class Probe(contextlib.AbstractContextManager):
-    """The probe's own script in a real shell, on a file that plays the kernel's."""
+    """Runs the probe's script in a real shell, on a file in place of the kernel's."""
 
     def __init__(self, folder: Path, shell: str, pause: str) -> None:
         self.state = folder / "state"
@@ -2827,14 +2834,14 @@ class Probe(contextlib.AbstractContextManager):
         self.process.wait()
 
     def pauses(self, seen: int = 1) -> None:
-        """Waits until it has begun so many pauses: each is a new child."""
+        """Waits until the script has begun this many sleeps: each is a new child."""
         pid = self.process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children")
         begun: set[str] = set()
         eventually(lambda: begun.update(children.read_text().split()) or len(begun) >= seen)
 
     def ends(self) -> tuple[int, str]:
-        """Exit code and last words."""
+        """Waits for the end; returns exit code and termination message."""
         return self.process.wait(60), self.said.read_text()
 
 
@@ -2844,7 +2851,7 @@ NOTHING = "no scheduler is attached: {} is '{}'\n"
 
 @pytest.mark.parametrize("shell", SHELLS)
 @pytest.mark.parametrize("state, code", [("enabled", 0), ("disabled", 1), (None, 1)])
-def test_sigterm_ends_the_probe_at_once_whatever_the_kernel_says(tmp_path, shell, state, code):
+def test_sigterm_ends_the_probe_without_waiting_for_its_sleep(tmp_path, shell, state, code):
     if state:
         (tmp_path / "state").write_text(f"{state}\n")
     with Probe(tmp_path, shell, pause="1000") as probe:
@@ -2855,11 +2862,9 @@ def test_sigterm_ends_the_probe_at_once_whatever_the_kernel_says(tmp_path, shell
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_the_probe_waits_for_a_scheduler_bears_a_moment_without_and_ends_if_it_is_gone(
-    tmp_path, shell
-):
+def test_the_probe_waits_for_a_scheduler_tolerates_a_gap_and_fails_when_it_is_gone(tmp_path, shell):
     with Probe(tmp_path, shell, pause="0.2") as probe:
-        probe.pauses(5)  # not there yet
+        probe.pauses(5)  # no state file yet
         for moment in ("enabled", "disabled", "enabled"):
             probe.state.write_text(f"{moment}\n")
             probe.pauses(2)
@@ -2869,7 +2874,7 @@ def test_the_probe_waits_for_a_scheduler_bears_a_moment_without_and_ends_if_it_i
         assert probe.ends() == (1, NOTHING.format(probe.state, "disabled"))
 
 
-def test_building_leaves_the_schedext_as_it_is():
+def test_build_daemonset_does_not_modify_the_schedext():
     obj = given(**copy(ALL_FIELDS))
     sked.build_daemonset(obj, [obj])
     assert obj == given(**ALL_FIELDS)
@@ -2884,7 +2889,7 @@ def test_a_manifest_that_was_never_applied_has_no_owner_and_no_namespace():
 
 
 def for_nodes(labels: str, **more: Any) -> dict:
-    """A SchedExt for the nodes with these labels, written as kubectl has them: a=1,b=2."""
+    """A SchedExt for the nodes with these labels, in kubectl's form: a=1,b=2."""
     selector = dict(pair.split("=") for pair in labels.split(",") if pair)
     return given(nodeSelector=selector, **more)
 
@@ -2905,33 +2910,33 @@ def terms(mine: str, winners: list[dict]) -> list[str]:
 @pytest.mark.parametrize(
     "mine, others, expected",
     table("""
-    alone: ["", [], []]
-    equal, both everywhere: ["", [""], []]
-    equal: [a=1, [a=1], []]
-    overlapping: [a=1, [b=1], []]
-    the other is wider: [a=1, [""], []]
-    another value: [a=1, ["a=2,b=1"], []]
-    one winner: ["", [pool=latency], [pool!=latency]]
-    several on one key share a list: ["", [pool=b, pool=a, pool=a], [pool!=a|b]]
-    on different keys: ["", [a=1, b=2], [a!=1 b!=2]]
+    no others: ["", [], []]
+    both without selector: ["", [""], []]
+    same selector: [a=1, [a=1], []]
+    overlap: [a=1, [b=1], []]
+    less specific: [a=1, [""], []]
+    disjoint: [a=1, ["a=2,b=1"], []]
+    one pool: ["", [pool=latency], [pool!=latency]]
+    values of one key share a list: ["", [pool=b, pool=a, pool=a], [pool!=a|b]]
+    two keys: ["", [a=1, b=2], [a!=1 b!=2]]
     each extra pair makes a term: ["", ["e=5,d=4,c=3,b=2,a=1"], [a!=1, b!=2, c!=3, d!=4, e!=5]]
-    only the extra pair counts: [a=1, ["a=1,b=2"], [b!=2]]
-    a winner of a winner adds nothing: ["", ["a=1,b=2", a=1], [a!=1]]
-    both kinds: ["", ["b=2,a=1", c=3], [a!=1 c!=3, b!=2 c!=3]]
+    shared pairs are left out: [a=1, ["a=1,b=2"], [b!=2]]
+    a pool within a pool adds nothing: ["", ["a=1,b=2", a=1], [a!=1]]
+    one pair and two: ["", ["b=2,a=1", c=3], [a!=1 c!=3, b!=2 c!=3]]
     """),
 )
-def test_a_schedext_yields_to_those_with_a_more_specific_selector(mine, others, expected):
+def test_a_schedext_yields_to_more_specific_selectors(mine, others, expected):
     assert terms(mine, [for_nodes(other) for other in others]) == expected
 
 
-def test_the_order_of_schedexts_changes_nothing():
+def test_the_order_of_schedexts_does_not_matter():
     winners = [for_nodes(labels) for labels in ("a=1,b=2", "b=3", "c=1", "d=1,e=2,a=2")]
     orders = itertools.permutations(winners)
     built = {yaml.safe_dump(sked.build_daemonset(given(), order)) for order in orders}
     assert len(built) == 1
 
 
-def test_each_node_goes_to_exactly_the_most_specific_of_nested_selectors():
+def test_with_nested_selectors_each_node_runs_only_the_most_specific():
     those = [for_nodes(labels) for labels in ("", "a=1", "a=2", "a=1,b=1", "a=1,b=1,c=1")]
     for values in itertools.product("123", repeat=3):
         labels = dict(zip("abc", values, strict=True))
@@ -2943,14 +2948,14 @@ def test_each_node_goes_to_exactly_the_most_specific_of_nested_selectors():
         assert placed == matching[-1:]
 
 
-def test_pools_of_two_labels_need_two_terms_however_many_there_are():
+def test_any_number_of_pools_with_the_same_two_labels_needs_two_terms():
     winners = [for_nodes(f"pool={n // 12},zone={n % 12}") for n in range(144)]
     assert len(terms("", winners)) == 2
 
 
 # ---------------------------------------------------------------- what differs
 
-# What a Kubernetes 1.36 made of a plain SchedExt's DaemonSet.
+# A plain SchedExt's DaemonSet as Kubernetes 1.36 stores it.
 STORED = yaml.safe_load("""
 apiVersion: apps/v1
 kind: DaemonSet
@@ -3001,14 +3006,14 @@ status:
 
 
 def stored(**spec: Any) -> dict:
-    """The DaemonSet of a SchedExt, with all that the API server fills in."""
+    """The DaemonSet of a SchedExt, with the API server's defaults."""
     obj = STORED | {"spec": copy(sked.build_daemonset(given(**spec))["spec"])}
     default_daemonset(obj)
     return obj
 
 
 def wanted(*selectors: str, **spec: Any) -> dict:
-    """What sked wants of the DaemonSet of a SchedExt that yields to these selectors."""
+    """What sked wants of a DaemonSet whose SchedExt yields to these selectors."""
     others = [sked.selector_of(for_nodes(labels)) for labels in selectors]
     return sked.owned_fields(given(**spec), others)
 
@@ -3021,14 +3026,14 @@ def differences(want: dict, have: dict) -> list[str]:
 
 
 def patched(have: dict, want: dict) -> dict:
-    """A DaemonSet after the patch that sked sends, without what is empty."""
+    """The DaemonSet after sked's patch, without empty fields."""
     obj = merge(have, sked.merge_patch(have, sked.as_wanted(have, want, {})))
     default_daemonset(obj)
     return omit_empty(obj)
 
 
 def changed(path: str, value: Any) -> dict:
-    """The stored DaemonSet with something else at a place."""
+    """The stored DaemonSet with another value at this path."""
     obj = copy(STORED)
     *parents, last = path.split(".")
     inner = obj
@@ -3042,17 +3047,17 @@ def changed(path: str, value: Any) -> dict:
     "spec",
     table("""
     empty values: [{minReadySeconds: 0, hostPID: false, args: [], nodeSelector: {}, resources: {}}]
-    empty texts: [{priorityClassName: "", imagePullSecrets: [], hostPaths: []}]
-    pull policy as it would be: [{imagePullPolicy: Always}]
-    pull policy of a tag: [{sched: "scx:v1"}]
-    last words as they would be: [{terminationMessagePolicy: File}]
-    strategy as it would be: [{updateStrategy: {type: RollingUpdate}}]
-    half a strategy: [{updateStrategy: {rollingUpdate: {maxUnavailable: 2}}}]
-    another strategy: [{updateStrategy: {type: OnDelete}}]
+    empty texts and lists: [{priorityClassName: "", imagePullSecrets: [], hostPaths: []}]
+    default pull policy: [{imagePullPolicy: Always}]
+    default pull policy of a tag: [{sched: "scx:v1"}]
+    default message policy: [{terminationMessagePolicy: File}]
+    default strategy: [{updateStrategy: {type: RollingUpdate}}]
+    strategy without a type: [{updateStrategy: {rollingUpdate: {maxUnavailable: 2}}}]
+    OnDelete: [{updateStrategy: {type: OnDelete}}]
     """)
     + [pytest.param(ALL_FIELDS, id="all fields")],
 )
-def test_what_the_server_fills_in_beside_a_field_is_no_difference(spec):
+def test_the_api_servers_defaults_are_not_drift(spec):
     assert differences(wanted(**spec), stored(**spec)) == []
 
 
@@ -3061,7 +3066,7 @@ def test_what_the_server_fills_in_beside_a_field_is_no_difference(spec):
     table("""
     label: [metadata.labels, {team: x}, metadata.labels.managed-by]
     strategy: [spec.updateStrategy, {type: OnDelete}, spec.updateStrategy]
-    pace: [spec.updateStrategy.rollingUpdate, {maxSurge: 1}, spec.updateStrategy]
+    maxSurge: [spec.updateStrategy.rollingUpdate, {maxSurge: 1}, spec.updateStrategy]
     minReadySeconds: [spec.minReadySeconds, 5, spec.minReadySeconds]
     template label:
     - spec.template.metadata.labels.name
@@ -3074,7 +3079,7 @@ def test_what_the_server_fills_in_beside_a_field_is_no_difference(spec):
     - spec.template.spec.containers.0.command
     - [sh]
     - spec.template.spec.containers.scx.command
-    limit:
+    limits:
     - spec.template.spec.containers.0.resources
     - {limits: {cpu: 500m}}
     - spec.template.spec.containers.scx.resources
@@ -3108,7 +3113,7 @@ def test_drift_is_named_and_undone_by_the_patch(path, value, named):
     assert after["metadata"]["labels"]["managed-by"] == "sked-controller"
 
 
-# What admission, people and the next Kubernetes release may add: none of it is sked's.
+# What admission, users and future Kubernetes releases may add; none of it is sked's.
 FOREIGN = """
 metadata: {labels: {team: x}, annotations: {a: b}}
 spec:
@@ -3128,7 +3133,7 @@ spec:
 FOREIGN_CONTAINER = {"aFieldOfTheFuture": True, "livenessProbe": {"exec": {"command": ["true"]}}}
 
 
-def test_what_others_set_is_neither_compared_nor_touched():
+def test_foreign_fields_are_neither_compared_nor_changed():
     have = merge(STORED, yaml.safe_load(FOREIGN))
     pod_spec(have)["containers"] = [pod_spec(STORED)["containers"][0] | FOREIGN_CONTAINER]
     assert differences(wanted(), have) == []
@@ -3142,19 +3147,19 @@ def test_what_others_set_is_neither_compared_nor_touched():
     "less, more",
     [pytest.param({}, {field: ALL_FIELDS[field]}, id=field) for field in ALL_FIELDS]
     + table("""
-    one toleration: [{tolerations: [{key: b}]}, {tolerations: [{key: a}, {key: b}]}]
+    one of 2 tolerations: [{tolerations: [{key: b}]}, {tolerations: [{key: a}, {key: b}]}]
     labels named like fields: [{args: [-v]}, {nodeSelector: {containers: x, spec: y}}]
-    one label: [{nodeSelector: {a: "1"}}, {nodeSelector: {a: "1", b: ""}}]
-    one limit: [{resources: {limits: {cpu: 1}}}, {resources: {limits: {cpu: 1, memory: 1Gi}}}]
-    one path: [{hostPaths: [/b]}, {hostPaths: [/a, /b]}]
+    one of 2 labels: [{nodeSelector: {a: "1"}}, {nodeSelector: {a: "1", b: ""}}]
+    one of 2 limits: [{resources: {limits: {cpu: 1}}}, {resources: {limits: {cpu: 1, memory: 1Gi}}}]
+    one of 2 paths: [{hostPaths: [/b]}, {hostPaths: [/a, /b]}]
     """),
 )
-def test_what_the_user_adds_or_takes_away_the_daemonset_follows(less, more):
+def test_an_added_or_removed_field_is_added_to_or_removed_from_the_daemonset(less, more):
     assert patched(stored(**less), wanted(**more)) == omit_empty(stored(**more))
     assert patched(stored(**more), wanted(**less)) == omit_empty(stored(**less))
 
 
-def test_an_owner_is_put_back_beside_others():
+def test_a_changed_owner_reference_is_restored_next_to_others():
     (ours,) = STORED["metadata"]["ownerReferences"]
     other = {"apiVersion": "v1", "kind": "ConfigMap", "name": "x", "uid": "c-1"}
     have = changed("metadata.ownerReferences", [ours | {"controller": False}, other])
@@ -3170,10 +3175,10 @@ def test_an_owner_is_put_back_beside_others():
     a port and no tag: ["host:5000/x", Always]
     a port and a tag: ["host:5000/x:v1", IfNotPresent]
     a digest: ["x@sha256:00", IfNotPresent]
-    a digest of the latest: ["x:latest@sha256:00", Always]
+    latest with a digest: ["x:latest@sha256:00", Always]
     """),
 )
-def test_the_default_pull_policy_is_the_api_servers(image, policy):
+def test_an_unset_pull_policy_goes_back_to_the_api_servers_default(image, policy):
     have = changed("spec.template.spec.containers.0.image", image)
     pod_spec(have)["containers"][0]["imagePullPolicy"] = "Never"
     assert (
@@ -3185,14 +3190,14 @@ def test_the_default_pull_policy_is_the_api_servers(image, policy):
     "want, have, same",
     table("""
     half a core: ["0.5", 500m, true]
-    a number: [1, "1", true]
+    number and text: [1, "1", true]
     binary units: [1024Mi, 1Gi, true]
-    an exponent: [1e3, 1k, true]
+    exponent: [1e3, 1k, true]
     rounded up: [100u, 1m, true]
-    more: ["1", "2", false]
+    different: ["1", "2", false]
     """),
 )
-def test_an_amount_is_the_same_however_it_is_written(want, have, same):
+def test_equal_quantities_are_equal_however_they_are_written(want, have, same):
     limits = [{"limits": {"cpu": amount}} for amount in (want, have)]
     mine, theirs = [wanted(resources=resources) for resources in limits]
     found = changed("spec.template.spec.containers.0.resources", limits[1])
@@ -3223,7 +3228,7 @@ def pods_of(kinds: list[str]) -> list[sked.Pod]:
 
 
 def parked(selector: str, **spec: Any) -> dict:
-    """A DaemonSet that sked has parked when a SchedExt with this selector came."""
+    """A DaemonSet that sked parked when a SchedExt with this selector was added."""
     target = sked.park(wanted(selector, **spec), stored(**spec), pods_of(["settled"]))
     obj = sked.as_wanted(stored(**spec), target, {})
     default_daemonset(obj)
@@ -3232,7 +3237,7 @@ def parked(selector: str, **spec: Any) -> dict:
 
 
 def is_parked(target: dict) -> bool:
-    """Whether that is what sked wants; half of it is never wanted."""
+    """Whether sked wants it parked, which means annotation and strategy together."""
     is_marked = bool(target["metadata"]["annotations"][PARKED])
     strategy = target["spec"]["updateStrategy"] or {}
     assert is_marked == (strategy.get("type") == "OnDelete")
@@ -3242,39 +3247,39 @@ def is_parked(target: dict) -> bool:
 @pytest.mark.parametrize(
     "spec, changes, pods, parks",
     table("""
-    all pods run it: [{}, {}, [settled, settled], true]
-    wherever it should run: [{nodeSelector: {a: b}}, {}, [settled, settled], true]
-    at another pace, too: [{minReadySeconds: 35}, {}, [settled], true]
+    all pods are current: [{}, {}, [settled, settled], true]
+    a new nodeSelector: [{nodeSelector: {a: b}}, {}, [settled, settled], true]
+    a new minReadySeconds: [{minReadySeconds: 35}, {}, [settled], true]
     a node is lost: [{}, {status: {desiredNumberScheduled: 3}}, [settled, settled], true]
     the status still counts a lost node:
     - {}
     - {status: {currentNumberScheduled: 3}}
     - [of the current template, settled]
     - true
-    all pods are old, and one that is not is on its way out:
+    all pods are old except one that is being deleted:
     - {}
     - {status: {updatedNumberScheduled: 1}}
     - [older, older]
     - false
-    all nodes are lost, their pods old:
+    all nodes are lost and their pods are old:
     - {}
     - {status: {currentNumberScheduled: 0, updatedNumberScheduled: null}}
     - [older, older]
     - false
-    the image is new, too: [{sched: scx}, {}, [settled, settled], false]
-    the amounts are new, too: [{resources: {limits: {cpu: 1}}}, {}, [settled, settled], false]
-    there is no pod:
+    a new image: [{sched: scx}, {}, [settled, settled], false]
+    a new limit: [{resources: {limits: {cpu: 1}}}, {}, [settled, settled], false]
+    no pods:
     - {}
     - {status: {currentNumberScheduled: 0, updatedNumberScheduled: null}}
     - []
     - false
-    the watch of pods hangs: [{}, {}, [settled, older], true]
-    a roll-out has just begun: [{sched: scx}, {metadata: {generation: 2}}, [settled], false]
+    the pod watch hangs: [{}, {}, [settled, older], true]
+    a rollout has just begun: [{sched: scx}, {metadata: {generation: 2}}, [settled], false]
     the status says that one is old: [{}, {status: {updatedNumberScheduled: 1}}, [settled], false]
     the pods say that one is old: [{}, {status: {numberMisscheduled: 1}}, [settled, older], false]
     """),
 )
-def test_only_the_nodes_that_change_hands_are_touched_if_all_pods_run_what_is_wanted(
+def test_a_daemonset_is_parked_if_only_its_placement_changes_and_its_pods_are_current(
     spec, changes, pods, parks
 ):
     have = merge(STORED, changes)
@@ -3284,24 +3289,24 @@ def test_only_the_nodes_that_change_hands_are_touched_if_all_pods_run_what_is_wa
 @pytest.mark.parametrize(
     "spec, selectors, changes, stays",
     table("""
-    nothing is new: [{}, [pool=latency], {}, true]
+    no change: [{}, [pool=latency], {}, true]
     another pool: [{}, [pool=batch], {}, true]
-    no pool any more: [{}, [], {}, true]
-    its own nodes: [{nodeSelector: {a: b}}, [pool=latency], {}, true]
-    off everywhere: [{suspend: true}, [pool=latency], {}, true]
+    the pool is removed: [{}, [], {}, true]
+    a new nodeSelector: [{nodeSelector: {a: b}}, [pool=latency], {}, true]
+    suspended: [{suspend: true}, [pool=latency], {}, true]
     no node answers: [{}, [pool=latency], {status: {currentNumberScheduled: 0}}, true]
-    another pace: [{minReadySeconds: 35}, [pool=latency], {}, true]
-    an amount in another spelling: [{resources: {limits: {cpu: "1"}}}, [], {}, true]
+    a new minReadySeconds: [{minReadySeconds: 35}, [pool=latency], {}, true]
+    the same quantity spelled differently: [{resources: {limits: {cpu: "1"}}}, [], {}, true]
     the pull policy spelled out: [{imagePullPolicy: Always}, [], {}, true]
-    another image: [{sched: scx}, [pool=latency], {}, false]
-    a probe: [{probeImage: busybox}, [pool=latency], {}, false]
-    another toleration: [{tolerations: [{operator: Exists}]}, [], {}, false]
-    drift of the template:
+    a new image: [{sched: scx}, [pool=latency], {}, false]
+    a new probe: [{probeImage: busybox}, [pool=latency], {}, false]
+    a new toleration: [{tolerations: [{operator: Exists}]}, [], {}, false]
+    drift in the template:
     - {}
     - [pool=latency]
     - {spec: {template: {spec: {tolerations: [{operator: Exists}]}}}}
     - true
-    drift of the strategy:
+    drift in the strategy:
     - {}
     - [pool=latency]
     - {spec: {updateStrategy: {type: RollingUpdate}}}
@@ -3313,7 +3318,7 @@ def test_only_the_nodes_that_change_hands_are_touched_if_all_pods_run_what_is_wa
     - false
     """),
 )
-def test_a_parked_daemonset_stays_parked_until_its_pods_should_run_something_else(
+def test_a_parked_daemonset_stays_parked_until_its_pods_must_change(
     spec, selectors, changes, stays
 ):
     resources = {"resources": {"limits": {"cpu": 1}}} if "resources" in spec else {}
@@ -3322,7 +3327,7 @@ def test_a_parked_daemonset_stays_parked_until_its_pods_should_run_something_els
 
 
 @pytest.mark.parametrize("kind, stays", [("older", True), ("of the current template", False)])
-def test_a_pod_that_was_made_from_drift_is_replaced_even_if_that_unparks(kind, stays):
+def test_a_pod_created_from_a_drifted_template_unparks_the_daemonset(kind, stays):
     have = merge(parked("pool=latency"), in_template(hostPID=True))
     target = sked.park(wanted("pool=latency"), have, pods_of([kind]))
     assert is_parked(target) is stays
@@ -3334,7 +3339,7 @@ def test_a_fingerprint_is_the_same_in_every_process():
     assert printed == f"{sked.fingerprint(wanted(), STORED)}\n"
 
 
-def test_a_pool_waits_until_the_controller_has_seen_the_last_change_of_the_daemonset():
+def test_parking_waits_until_the_controller_has_seen_the_last_change():
     have = merge(STORED, {"metadata": {"generation": 2}})
     with pytest.raises(sked.Blocked, match="waiting for the DaemonSet controller"):
         sked.park(wanted("pool=latency"), have, pods_of(["settled"]))
@@ -3342,17 +3347,17 @@ def test_a_pool_waits_until_the_controller_has_seen_the_last_change_of_the_daemo
 
 # ---------------------------------------------------------------- pods
 
-# At 1000 on the clock. A pod has to stay up for 10 s.
+# The clock is at 1000. A pod has to stay up for 10 s.
 KINDS = yaml.safe_load("""
 settled: {since: 989}
-of the current template: {since: 989, template: "1"}
+of the current template: {since: 989, template_generation: "1"}
 young: {since: 991}
 starting: {since: .inf}
 crashing: {since: .inf, reason: CrashLoopBackOff, message: exit code 1}
 recovered: {since: 989, reason: CrashLoopBackOff, message: exit code 1}
 older: {since: 989, revision: r0}
 """)
-# As a kubelet reports it; somebody injected a sidecar.
+# A pod with an injected sidecar.
 KUBELET_POD = yaml.safe_load("""
 metadata:
   name: p
@@ -3366,9 +3371,9 @@ spec:
 
 
 def kubelet_pod(scx: dict, probe: dict | None = None, **status: Any) -> dict:
-    """A pod whose scheduler's container, and probe if there is one, are in these states.
+    """A pod whose scheduler and optional probe are in these states.
 
-    Times are given as seconds before now.
+    Times are in seconds before now.
     """
     spy = {"name": "spy", "restartCount": 5, "state": {"waiting": {"reason": "ErrImagePull"}}}
     statuses = {"spy": spy, "scx": scx, "probe": probe}
@@ -3395,7 +3400,7 @@ def up(seconds: int, ready: bool = True) -> dict:
     "container, status, reason, words",
     table("""
     starting: [{state: {waiting: {reason: ContainerCreating}}}, {}, "", ""]
-    nothing known yet: [{}, {}, "", ""]
+    no state yet: [{}, {}, "", ""]
     up: [{state: {running: {}}, lastState: {}}, {}, "", ""]
     ErrImagePull:
     - {state: {waiting: {reason: ErrImagePull, message: not found}}}
@@ -3435,12 +3440,12 @@ def up(seconds: int, ready: bool = True) -> dict:
     - {}
     - CrashLoopBackOff
     - exit code 2, 7 restarts; see 'kubectl logs -n tools p --previous'
-    up again, cause lost:
+    up again, exit code lost:
     - {state: {running: {}}, restartCount: 3}
     - {}
     - CrashLoopBackOff
     - exit code unknown, 3 restarts; see 'kubectl logs -n tools p --previous'
-    backing off, all else lost:
+    backing off, everything else lost:
     - {state: {waiting: {reason: CrashLoopBackOff}}}
     - {}
     - CrashLoopBackOff
@@ -3450,7 +3455,7 @@ def up(seconds: int, ready: bool = True) -> dict:
     - {}
     - CrashLoopBackOff
     - exit code 137 (OOMKilled), 0 restarts; see 'kubectl logs -n tools p'
-    last words:
+    termination message:
     - {state: {terminated: {exitCode: 1, message: "cannot attach:\\n Device or resource busy\\n"}}}
     - {}
     - CrashLoopBackOff
@@ -3468,13 +3473,13 @@ def up(seconds: int, ready: bool = True) -> dict:
     - 0/3 nodes
     """),
 )
-def test_of_a_pod_its_problem_is_kept(container, status, reason, words):
+def test_a_pods_problem_is_summarized(container, status, reason, words):
     pod = sked.Pod(kubelet_pod(container, **status), None)
     assert (pod.owner, pod.node) == (("tools", "scx-rusty"), "n1")
     assert (pod.reason, pod.message) == (reason, words)
 
 
-def test_of_many_last_words_the_very_last_are_kept():
+def test_a_long_termination_message_keeps_its_end():
     died = {"exitCode": 1, "message": "noise " * 500 + "the end"}
     message = sked.Pod(kubelet_pod({"state": {"terminated": died}}), None).message
     assert "the end; see" in message
@@ -3497,7 +3502,7 @@ def test_of_many_last_words_the_very_last_are_kept():
       state: {terminated: {exitCode: 1, finishedAt: 1, message: "it is 'disabled'\n"}}
     - NotAttached
     - it is 'disabled'; see 'kubectl logs -n tools p'
-    nothing is attached, an hour after a crash:
+    nothing is attached an hour after a crash:
     - {ready: true, restartCount: 1, state: {running: {startedAt: 3600}}}
     - *nothing
     - NotAttached
@@ -3507,17 +3512,17 @@ def test_of_many_last_words_the_very_last_are_kept():
     - *nothing
     - CrashLoopBackOff
     - exit code 1, 1 restart; see 'kubectl logs -n tools p --previous'
-    the scheduler crashes and is up for a moment:
+    the scheduler crashes and is up briefly:
     - {ready: true, restartCount: 7, state: {running: {startedAt: 2}}, lastState: *crash}
     - *nothing
     - CrashLoopBackOff
     - exit code 1, 7 restarts; see 'kubectl logs -n tools p --previous'
-    the probe cannot be pulled:
+    the probe's image cannot be pulled:
     - *up
     - {state: {waiting: {reason: ErrImagePull, message: not found}}}
     - ErrImagePull
-    - "the probe must run, with sh and grep in its image: not found"
-    the kubelet lost both containers, and when:
+    - "the probe does not run (its image needs sh and grep): not found"
+    the kubelet lost both containers and their times:
     - ready: true
       restartCount: 1
       state: {running: {startedAt: "2026-01-01T00:00:00Z"}}
@@ -3525,24 +3530,24 @@ def test_of_many_last_words_the_very_last_are_kept():
       lastState: {terminated: {exitCode: 137, finishedAt: null}}
     - CrashLoopBackOff
     - exit code unknown, 1 restart; see 'kubectl logs -n tools p --previous'
-    the probe has no shell:
+    the probe's image has no shell:
     - *up
     - ready: false
       restartCount: 1
       state: {terminated: {exitCode: 128, reason: StartError, finishedAt: 1, message: no sh in it}}
     - CrashLoopBackOff
-    - "the probe must run, with sh and grep in its image: exit code 128 (StartError), 1 restart:
+    - "the probe does not run (its image needs sh and grep): exit code 128 (StartError), 1 restart:
        no sh in it; see 'kubectl logs -n tools p -c probe --previous'"
     """),
 )
-def test_a_probe_tells_that_nothing_is_attached_unless_the_scheduler_itself_failed(
+def test_the_probe_reports_not_attached_unless_the_scheduler_itself_failed(
     scx, probe, reason, words
 ):
     pod = sked.Pod(kubelet_pod(scx, probe), None)
     assert (pod.reason, pod.message, pod.started) == (reason, words, None)
 
 
-def test_a_pod_that_is_not_bound_says_which_node_it_is_for():
+def test_an_unbound_pods_node_is_read_from_its_affinity():
     spec = """
         containers: [{name: scx}]
         affinity:
@@ -3558,17 +3563,17 @@ def test_a_pod_that_is_not_bound_says_which_node_it_is_for():
 @pytest.mark.parametrize(
     "started_ago, ready, watched, up_for",
     table("""
-    up for a minute before sked came: [60, true, false, 60]
-    its clock is ahead: [-3600, true, false, 0]
-    seen to come up, its clock is behind: [3600, true, true, 0]
+    up for a minute before sked started: [60, true, false, 60]
+    the node's clock is ahead: [-3600, true, false, 0]
+    sked saw it start and the node's clock is behind: [3600, true, true, 0]
     not ready: [60, false, false, -.inf]
     """),
 )
-def test_a_pod_is_up_since_it_started_and_whatever_its_clock_says_since_it_was_seen_to(
+def test_a_pod_is_up_since_its_start_time_or_since_sked_saw_it_start(
     started_ago, ready, watched, up_for
 ):
     before = sked.Pod(kubelet_pod({}), None) if watched else None
-    # the node controller calls a pod unready at every blip of its node: that does not count
+    # the node controller marks pods unready whenever their node is lost; that does not count
     lost = [{"type": "Ready", "status": "False"}]
     obj = kubelet_pod(up(started_ago, ready), conditions=lost)
     pod = sked.Pod(obj, before)
@@ -3576,7 +3581,7 @@ def test_a_pod_is_up_since_it_started_and_whatever_its_clock_says_since_it_was_s
     assert sked.Pod(obj, pod).since == pod.since
 
 
-def test_a_pod_with_a_probe_is_up_since_the_later_of_the_two():
+def test_a_pod_with_a_probe_is_up_when_both_containers_are():
     pod = sked.Pod(kubelet_pod(up(900), up(60)), None)
     assert time.monotonic() - pod.since == pytest.approx(60, abs=5)
 
@@ -3585,25 +3590,21 @@ def test_a_pod_with_a_probe_is_up_since_the_later_of_the_two():
 
 
 def status_of(pods: list[str], spec: dict, changes: dict, **status: Any) -> dict:
-    """The status with such pods and the stored DaemonSet, which is for two nodes."""
-    seen = {
-        "schedext": given(**spec) | {"status": status},
-        "daemonset": merge(STORED, changes),
-        "pods": pods_of(pods),
-        "failing": [pod for pod in pods_of(pods) if pod.fails(1000.0, 10.0)],
-        "rivals": {},
-        "now": 1000.0,
-        "settle": 10.0,
-        "steady": 0.0,
-        "is_updated": "older" not in pods and changes.get("status", {}).get(UPDATED, 2) == 2,
-    }
-    return sked.build_status(sked.View(**seen), None, "2026-01-02T03:04:05Z")
+    """The status for these pods and the stored DaemonSet, which wants two nodes."""
+    key = ("tools", "scx-rusty")
+    operator = sked.Operator(None)
+    operator.daemonsets[key] = merge(STORED, changes)
+    operator.pods.groups["d-1"] = dict(enumerate(pods_of(pods)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sked, "monotonic", lambda: 1000.0)
+        view = operator.look(key, given(**spec) | {"status": status})
+    return sked.build_status(view, None, "2026-01-02T03:04:05Z")
 
 
 @pytest.mark.parametrize(
     "pods, spec, changes, reason, words",
     table("""
-    not looked at yet:
+    the controller has not seen the last change:
     - []
     - {}
     - {metadata: {generation: 2}}
@@ -3616,7 +3617,7 @@ def status_of(pods: list[str], spec: dict, changes: dict, **status: Any) -> dict
     - {metadata: {generation: 2}}
     - RollingOut
     - waiting for the DaemonSet controller
-    suspended, and the last pods are ending:
+    suspended while the last pods are ending:
     - []
     - {suspend: true}
     - {status: {desiredNumberScheduled: 0, numberMisscheduled: 2}}
@@ -3627,23 +3628,25 @@ def status_of(pods: list[str], spec: dict, changes: dict, **status: Any) -> dict
     - {}
     - {status: {desiredNumberScheduled: 0}}
     - NoNodes
-    - "no node matches: check labels and taints with 'kubectl get nodes --selector='"
-    no nodes of a pool:
+    - "no node is left: 'kubectl get nodes --selector=' lists those with its labels; check their
+       taints, and other SchedExts"
+    no nodes match the nodeSelector:
     - []
     - {nodeSelector: {pool: latency, a: ""}}
     - {status: {desiredNumberScheduled: 0}}
     - NoNodes
-    - kubectl get nodes --selector=a=,pool=latency'
+    - "no node is left: 'kubectl get nodes --selector=a=,pool=latency' lists those with its labels;
+       check their taints, and other SchedExts"
     all ready: [[settled, settled], {}, {}, AllReady, running on 2 of 2 nodes]
-    one has just come up:
+    one has just started:
     - [settled, young]
     - {}
     - {}
     - RollingOut
-    - ready on 1 of 2 nodes, updated on 2; waiting to see them stay up for 10 s
-    one is not up: [[settled, starting], {}, {}, RollingOut, "ready on 1 of 2 nodes, updated on 2"]
-    one pod is missing: [[settled], {}, {}, RollingOut, "ready on 1 of 2 nodes, updated on 2"]
-    the status says one is old:
+    - ready on 1 of 2 nodes, updated on 2; waiting for the pods to stay up for 10 s
+    one starting: [[settled, starting], {}, {}, RollingOut, "ready on 1 of 2 nodes, updated on 2"]
+    one missing: [[settled], {}, {}, RollingOut, "ready on 1 of 2 nodes, updated on 2"]
+    the DaemonSet says one is old:
     - [settled, settled]
     - {}
     - {status: {updatedNumberScheduled: 1}}
@@ -3655,27 +3658,27 @@ def status_of(pods: list[str], spec: dict, changes: dict, **status: Any) -> dict
     - {status: {numberReady: 1}}
     - RollingOut
     - ready on 1 of 2 nodes, updated on 2
-    a pod on a tainted node does not stand in for one that never started:
+    a pod on a tainted node does not hide one that never started:
     - [settled, settled, starting]
     - {}
     - {status: {numberReady: 1, numberMisscheduled: 1}}
     - RollingOut
     - ready on 1 of 2 nodes, updated on 2
-    nor for one that has just come up:
+    a pod on a tainted node does not hide one that has just started:
     - [settled, settled, young]
     - {}
     - {status: {numberMisscheduled: 1}}
     - RollingOut
-    - ready on 1 of 2 nodes, updated on 2; waiting to see them stay up for 10 s
+    - ready on 1 of 2 nodes, updated on 2; waiting for the pods to stay up for 10 s
     the pods say one is old: [[settled, older], {}, {}, RollingOut, waiting for the old pods to go]
-    its own strategy is OnDelete, and a new node has no pod yet:
+    the user's strategy is OnDelete and a new node has no pod yet:
     - [settled]
     - {updateStrategy: {type: OnDelete}}
     - spec: {updateStrategy: {type: OnDelete}}
       status: {currentNumberScheduled: 1, updatedNumberScheduled: 1, numberReady: 1}
     - RollingOut
     - ready on 1 of 2 nodes, updated on 1
-    its own strategy is OnDelete:
+    the user's strategy is OnDelete:
     - [settled, older]
     - {updateStrategy: {type: OnDelete}}
     - {spec: {updateStrategy: {type: OnDelete}}, status: {updatedNumberScheduled: 1}}
@@ -3694,19 +3697,17 @@ def status_of(pods: list[str], spec: dict, changes: dict, **status: Any) -> dict
     - {}
     - NodesFailing
     - "failing on 1 of 2 nodes; n2: CrashLoopBackOff: exit code 1"
-    one crashed and has settled: [[settled, recovered], {}, {}, AllReady, running on 2 of 2 nodes]
+    one crashed but has settled: [[settled, recovered], {}, {}, AllReady, running on 2 of 2 nodes]
     """),
 )
-def test_the_reason_says_what_is_missing_and_the_message_what_to_do(
-    pods, spec, changes, reason, words
-):
+def test_the_ready_condition_gives_a_reason_and_a_message(pods, spec, changes, reason, words):
     (ready,) = status_of(pods, spec, changes)["conditions"]
     is_so = reason in ("AllReady", "Suspended")
     assert (ready["reason"], ready["status"]) == (reason, str(is_so))
     assert ready["message"].endswith(words)
 
 
-def test_a_status_counts_nodes_lists_failures_and_keeps_other_peoples_conditions():
+def test_the_status_counts_nodes_lists_failures_and_keeps_foreign_conditions():
     expected = """
         observedGeneration: 1
         nodes: {desired: 2, ready: 1, updated: 2, failing: 1}
@@ -3732,11 +3733,11 @@ def test_ten_failures_are_listed_by_node_and_all_are_counted():
     assert status["nodes"]["failing"] == 12
 
 
-# ---------------------------------------------------------------- build_status: what is told
+# ---------------------------------------------------------------- status on a cluster
 
 
-@pytest.mark.parametrize("seconds", [0, 1], ids=["settle", "longer"])
-def test_ready_comes_when_every_pod_has_stayed_up_for_long_enough(world, kubelets, seconds):
+@pytest.mark.parametrize("seconds", [0, 1], ids=["SETTLE_SECONDS", "minReadySeconds"])
+def test_ready_waits_until_every_pod_has_stayed_up_long_enough(world, kubelets, seconds):
     for node in "abc":
         kubelets.add_node(node)
     world.set("SETTLE_SECONDS", 0.5)
@@ -3747,10 +3748,10 @@ def test_ready_comes_when_every_pod_has_stayed_up_for_long_enough(world, kubelet
     eventually(lambda: "stay up" in world.expect("RollingOut")["message"])
     world.expect("AllReady")
     assert time.monotonic() - up > max(0.5, seconds) - 0.2
-    assert world.nodes() == {"desired": 3, "ready": 3, "updated": 3, "failing": 0}
+    assert world.nodes() == ready_on(3)
 
 
-def test_a_rollback_in_the_middle_of_a_rollout_is_ready_again_whatever_admission_adds(
+def test_a_rollback_during_a_rollout_becomes_ready_even_if_admission_changes_pods(
     world, server, fleet
 ):
     server.webhook = admission("create pods", add_env)
@@ -3782,13 +3783,11 @@ def test_a_crash_loop_is_one_steady_failure_until_it_is_fixed(world, kubelets):
     assert not world.failures()
 
 
-def test_an_image_that_attaches_nothing_is_never_ready_and_one_that_attaches_is(world, kubelets):
+def test_with_a_probe_only_an_image_that_attaches_a_scheduler_becomes_ready(world, kubelets):
     kubelets.crash_seconds = (0.3, 0.15, 0.15)
     kubelets.add_node("a", pool="a")
     kubelets.add_node("n")
-    world.start()
-    world.add(sched="ghcr.io/x/y:idle", probeImage="busybox:stable")
-    world.expect("NodesFailing")
+    world.deploy("NodesFailing", sched="ghcr.io/x/y:idle", probeImage="busybox:stable")
     failure = world.failures()[0]
     assert failure["reason"] == "NotAttached"
     assert failure["message"].startswith(LAST_WORDS["idle"])
@@ -3806,12 +3805,10 @@ def test_an_image_that_attaches_nothing_is_never_ready_and_one_that_attaches_is(
     assert len(kubelets.pods("x")["n"]["spec"]["containers"]) == 1
 
 
-def test_where_no_pod_is_allowed_that_is_told_after_a_while_and_stays(world, server, kubelets):
+def test_pods_forbidden_by_policy_are_reported_after_a_while(world, server, kubelets):
     server.webhook = admission("create pods", refuse("", "violates PodSecurity"))
-    world.start()
-    world.add()
-    world.expect("NoNodes")
-    time.sleep(2 * sked.SETTLE_SECONDS)  # which must not count against the first node
+    world.deploy("NoNodes")
+    time.sleep(2 * sked.SETTLE_SECONDS)  # the time without nodes must not count
     kubelets.add_node("n")
     message = world.expect("NodesFailing")["message"]
     assert "kubectl label --overwrite namespace default pod-security" in message
@@ -3821,7 +3818,7 @@ def test_where_no_pod_is_allowed_that_is_told_after_a_while_and_stays(world, ser
     world.expect("AllReady")
 
 
-def test_of_two_on_one_node_the_loser_says_with_whom(world, fleet):
+def test_the_second_scheduler_on_a_node_names_the_first(world, fleet):
     fleet.crash_seconds = (0.2, 0.2, 0.2)
     world.add("loser")
     eventually(lambda: "AlreadyAttached" in str(world.failures("loser")))
@@ -3831,25 +3828,23 @@ def test_of_two_on_one_node_the_loser_says_with_whom(world, fleet):
     world.expect("AllReady", "loser")
 
 
-def test_a_rollout_is_ready_when_it_is_everywhere_and_told_about_once_a_second(
+def test_a_rollout_is_ready_when_complete_and_its_status_updates_are_rate_limited(
     world, server, kubelets
 ):
     for n in range(40):
         kubelets.add_node(f"n{n}")
-    world.set("GATHER_SECONDS", 0.4)  # for the second
-    world.start()
-    world.add(updateStrategy={"rollingUpdate": {"maxUnavailable": 10}})
-    world.expect("AllReady")
+    world.set("GATHER_SECONDS", 0.4)  # between two updates of the status
+    world.deploy("AllReady", updateStrategy={"rollingUpdate": {"maxUnavailable": 10}})
     world.edit(sched=LAVD)
     world.expect("AllReady")
     assert set(running(kubelets).values()) == {LAVD}
     times = [r.time for r in server.writes() if r.what == "schedexts/status"]
     assert len(times) > 4
     assert all(later - earlier > 0.35 for earlier, later in itertools.pairwise(times))
-    assert world.nodes() == {"desired": 40, "ready": 40, "updated": 40, "failing": 0}
+    assert world.nodes() == ready_on(40)
 
 
-def test_there_is_one_event_for_each_trouble_and_none_for_what_was_asked_for(world, server, fleet):
+def test_each_problem_makes_one_event_and_requested_changes_make_none(world, server, fleet):
     fleet.crash_seconds = (0.2, 0.1, 0.1)
     world.drift(in_template(nodeSelector={"a": "b"}))
     eventually(lambda: server.list("events"))
@@ -3859,25 +3854,21 @@ def test_there_is_one_event_for_each_trouble_and_none_for_what_was_asked_for(wor
     world.expect("AllReady")
     world.edit(sched="ghcr.io/x/y:crash")
     eventually(lambda: "2 restarts" in str(world.failures()))
-    told = [(e["type"], e["involvedObject"]["name"], e["reason"]) for e in server.list("events")]
-    assert sorted(told) == [("Warning", "x", "DriftUndone"), ("Warning", "x", "NodesFailing")]
+    found = [(e["type"], e["involvedObject"]["name"], e["reason"]) for e in server.list("events")]
+    assert sorted(found) == [("Warning", "x", "DriftUndone"), ("Warning", "x", "NodesFailing")]
 
 
-def test_events_that_cannot_be_sent_hold_nothing_up(world, server):
+def test_hanging_events_delay_nothing_else(world, server):
     hang = server.fault("POST", "/events", None, "hang")
-    world.start()
-    world.add()
-    world.expect("RollingOut")
+    world.deploy()
     world.drift(in_template(nodeSelector={"a": "b"}))
     eventually(lambda: hang.hits)
     world.edit(sched=LAVD)
     eventually(lambda: world.image() == LAVD)
 
 
-def test_somebody_elses_condition_survives_a_write_at_the_same_time(world, server, kubelets):
-    world.start()
-    world.add()
-    ready = world.expect("NoNodes")
+def test_a_foreign_condition_survives_a_concurrent_status_write(world, server, kubelets):
+    ready = world.deploy("NoNodes")
     silence = cut_off(server, "schedexts")
     theirs = ready | {"type": "Approved"}
     server.patch("schedexts", "default", "x", {"status": {"conditions": [theirs, ready]}}, "status")
@@ -3885,14 +3876,14 @@ def test_somebody_elses_condition_survives_a_write_at_the_same_time(world, serve
     eventually(lambda: [r for r in server.writes() if r.status == 409])
     silence.clear()
     world.expect("AllReady")
-    told = world.get()["status"]["conditions"]
-    assert theirs in told and len(told) == 2
+    conditions = world.get()["status"]["conditions"]
+    assert theirs in conditions and len(conditions) == 2
 
 
 # ---------------------------------------------------------------- node pools
 
 
-def test_a_change_concerns_only_those_that_yield_to_it(world, server, mocker):
+def test_a_change_reconciles_only_the_schedexts_that_yield_to_it(world, server, mocker):
     world.start()
     selectors = {"x": {}, "a": A, "b": B}
     for name, selector in selectors.items():
@@ -3914,15 +3905,14 @@ def test_a_change_concerns_only_those_that_yield_to_it(world, server, mocker):
     assert looked_at() == {"a", "narrow", "x"}
 
 
-def test_more_than_a_hundred_terms_leave_the_daemonset_as_it_is_and_are_told(world, server):
+def test_more_than_a_hundred_terms_are_rejected_and_leave_the_daemonset_alone(world, server):
     def add_pool(labels):
         world.add(f"pool-{labels}", nodeSelector={f"k{n}-{labels}": "x" for n in range(labels)})
 
     add_pool(5)
     add_pool(20)
-    world.add()
-    world.start()
-    before = eventually(world.made)["spec"]
+    world.deploy()
+    before = world.made()["spec"]
     assert len(dig(before, f".template.spec{TERMS}")) == 100
     add_pool(2)
     assert "too many node pools" in world.expect("Rejected")["message"]
@@ -3931,7 +3921,9 @@ def test_more_than_a_hundred_terms_leave_the_daemonset_as_it_is_and_are_told(wor
     world.expect("RollingOut")
 
 
-def test_pools_come_change_and_go_and_all_other_pods_keep_running(world, server, fleet, ns):
+def test_adding_changing_and_removing_a_pool_restarts_no_pod_on_other_nodes(
+    world, server, fleet, ns
+):
     first = uids(fleet)
 
     def placed():
@@ -3941,7 +3933,7 @@ def test_pools_come_change_and_go_and_all_other_pods_keep_running(world, server,
     eventually(lambda: placed() == ("bc", "a"))
     server.patch("schedexts", ns, "pool", {"spec": {"nodeSelector": B}})
     eventually(lambda: placed() == ("ac", "b"))
-    eventually(lambda: world.nodes() == {"desired": 2, "ready": 2, "updated": 2, "failing": 0})
+    eventually(lambda: world.nodes() == ready_on(2))
     assert world.restart() == []
     server.delete("schedexts", ns, "pool")
     eventually(lambda: placed() == ("abc", ""))
@@ -3951,7 +3943,7 @@ def test_pools_come_change_and_go_and_all_other_pods_keep_running(world, server,
     assert PARKED in world.made()["metadata"]["annotations"]
 
 
-def test_the_next_change_of_a_parked_daemonset_reaches_every_node(world, server, fleet):
+def test_an_edit_rolls_a_parked_daemonset_out_to_every_node(world, server, fleet):
     world.edit(updateStrategy={"rollingUpdate": {"maxUnavailable": 2}})
     world.expect("AllReady")
     strategy = world.made()["spec"]["updateStrategy"]
@@ -3967,11 +3959,11 @@ def test_the_next_change_of_a_parked_daemonset_reaches_every_node(world, server,
 @pytest.mark.parametrize(
     "meddle, nodes",
     [
-        pytest.param(lambda world: world.add("b", nodeSelector=B), "ac", id="a pool comes"),
-        pytest.param(lambda world: world.drift(ON_DELETE), "abc", id="OnDelete by hand"),
+        pytest.param(lambda world: world.add("b", nodeSelector=B), "ac", id="a pool is added"),
+        pytest.param(lambda world: world.drift(ON_DELETE), "abc", id="OnDelete set by hand"),
     ],
 )
-def test_a_rollout_goes_on_whatever_comes_in_between(world, fleet, meddle, nodes):
+def test_a_rollout_completes_despite_interference(world, fleet, meddle, nodes):
     fleet.start_seconds = 0.2
     world.edit(sched=LAVD)
     eventually(lambda: LAVD in running(fleet).values())
@@ -3992,7 +3984,7 @@ def test_a_suspended_schedext_runs_nowhere_until_it_is_resumed(world, fleet):
     assert running(fleet) == dict.fromkeys("abc", RUSTY)
 
 
-def test_a_suspended_schedext_is_a_switch_for_single_nodes(world, server, fleet):
+def test_a_suspended_schedext_can_switch_off_single_nodes(world, server, fleet):
     first = uids(fleet)
     world.add("off", nodeSelector={"off": "true"}, suspend=True)
     world.expect("Suspended", "off")
@@ -4003,11 +3995,11 @@ def test_a_suspended_schedext_is_a_switch_for_single_nodes(world, server, fleet)
     assert first.items() - uids(fleet).items() == {("b", first["b"])}
 
 
-# ---------------------------------------------------------------- bad weather
+# ---------------------------------------------------------------- lost nodes, hanging watches, bugs
 
 
 def park(world: World, name: str = "a") -> None:
-    """A pool takes a node from x; waits until the DaemonSet controller has seen that."""
+    """Adds a pool that takes a node from x; waits until the DaemonSet controller has seen it."""
     before = world.made()["metadata"]["generation"]
     world.add(name, nodeSelector={"pool": name})
 
@@ -4031,7 +4023,7 @@ def test_a_node_lost_during_an_update_does_not_make_the_next_pool_restart_the_ot
     world.expect("AllReady")
 
 
-def test_nodes_that_are_lost_for_a_moment_keep_their_pods(world, fleet):
+def test_nodes_that_are_briefly_lost_keep_their_pods(world, fleet):
     park(world)
     eventually(lambda: len(uids(fleet)) == 2)
     before = uids(fleet)
@@ -4041,7 +4033,7 @@ def test_nodes_that_are_lost_for_a_moment_keep_their_pods(world, fleet):
     eventually(world.is_idle)
     for node in "bc":
         fleet.wake(node)
-    eventually(lambda: world.nodes() == {"desired": 2, "ready": 2, "updated": 2, "failing": 0})
+    eventually(lambda: world.nodes() == ready_on(2))
     assert uids(fleet) == before
     assert PARKED in world.made()["metadata"]["annotations"]
 
@@ -4065,30 +4057,22 @@ def test_drift_of_a_parked_daemonset_restarts_nobody_and_rollout_restart_does(wo
     assert PARKED not in world.made()["metadata"].get("annotations", {})
 
 
-def test_what_admission_does_to_pods_makes_no_pool_restart_the_others(world, server, kubelets):
-    server.webhook = admission("create pods", add_env)
-    for node in "ab":
-        kubelets.add_node(node, pool=node)
-    world.start()
-    world.add()
-    world.expect("AllReady")
-    before = uids(kubelets)
-    park(world)
-    eventually(lambda: uids(kubelets) == {"b": before["b"]})
-
-
-def test_what_admission_adds_to_daemonsets_is_no_drift_and_survives_an_update(
+def test_what_admission_adds_is_not_drift_restarts_nobody_and_survives_an_update(
     world, server, kubelets
 ):
     team = {"labels": {"team": "x"}}
     added = merge({"metadata": team}, in_template(dnsConfig={"searches": ["x"]}))
     added = merge(added, {"spec": {"template": {"metadata": team}}})
-    server.webhook = admission("create daemonsets", lambda obj: merge(obj, added))
+
+    def webhook(request, obj):
+        if request.deed == "create pods":
+            return add_env(obj)
+        return merge(obj, added) if request.deed == "create daemonsets" else obj
+
+    server.webhook = webhook
     for node in "ab":
         kubelets.add_node(node, pool=node)
-    world.start()
-    world.add()
-    world.expect("AllReady")
+    world.deploy("AllReady")
     before = uids(kubelets)
     park(world)
     eventually(lambda: uids(kubelets) == {"b": before["b"]})
@@ -4096,18 +4080,16 @@ def test_what_admission_adds_to_daemonsets_is_no_drift_and_survives_an_update(
     world.expect("AllReady")
     assert running(kubelets) == {"b": LAVD}
     assert merge(world.made(), added) == world.made()
-    patches = [r for r in server.writes() if (r.verb, r.what) == ("patch", "daemonsets")]
-    assert [r.name for r in patches] == ["x", "x"]  # for the pool, and for the image
+    patches = [r.name for r in server.writes() if r.deed == "patch daemonsets"]
+    assert patches == ["x", "x"]  # for the pool, and for the image
     assert server.list("events") == []
 
 
-def test_nodes_that_stay_keep_their_pods_if_the_user_selects_others(world, kubelets):
+def test_a_changed_node_selector_restarts_no_pod_on_nodes_it_still_selects(world, kubelets):
     kubelets.add_node("a", zone="1")
     kubelets.add_node("b", zone="1", rack="r")
     kubelets.add_node("c", rack="r")
-    world.start()
-    world.add(nodeSelector={"zone": "1"})
-    world.expect("AllReady")
+    world.deploy("AllReady", nodeSelector={"zone": "1"})
     before = uids(kubelets)
     world.edit(nodeSelector={"zone": None, "rack": "r"})
     world.expect("AllReady")
@@ -4115,7 +4097,7 @@ def test_nodes_that_stay_keep_their_pods_if_the_user_selects_others(world, kubel
     assert uids(kubelets)["b"] == before["b"]
 
 
-def test_a_pod_left_on_a_tainted_node_does_not_stand_in_for_one_that_never_started(world, fleet):
+def test_a_pod_left_on_a_tainted_node_does_not_hide_one_that_never_started(world, fleet):
     fleet.taint("c", [{"key": "dedicated", "value": "infra", "effect": "NoSchedule"}])
     eventually(lambda: world.nodes()["desired"] == 2)
     fleet.start_seconds = 60
@@ -4123,14 +4105,12 @@ def test_a_pod_left_on_a_tainted_node_does_not_stand_in_for_one_that_never_start
     eventually(lambda: world.nodes() == {"desired": 3, "ready": 2, "updated": 3, "failing": 0})
     ups = [pod.since for pod in world.operator.pods.values() if pod.started]
     eventually(lambda: time.monotonic() > max(ups) + 3 * sked.SETTLE_SECONDS)
-    assert world.told()[-1] == "RollingOut: ready on 2 of 3 nodes, updated on 3"
+    assert world.messages()[-1] == "RollingOut: ready on 2 of 3 nodes, updated on 3"
 
 
-def test_pods_of_a_deleted_namesake_do_not_count(world, server, kubelets):
+def test_pods_of_a_deleted_schedext_of_the_same_name_do_not_count(world, server, kubelets):
     kubelets.add_node("n")
-    world.start()
-    world.add(sched="ghcr.io/x/y:nopull")
-    world.expect("NodesFailing")
+    world.deploy("NodesFailing", sched="ghcr.io/x/y:nopull")
     server.collect = False
     world.remove()
     server.delete("daemonsets", "default", "x")
@@ -4141,24 +4121,26 @@ def test_pods_of_a_deleted_namesake_do_not_count(world, server, kubelets):
 
 
 def change_container(kubelets: Kubelets, change: dict) -> None:
-    """Reports something else of the container on b."""
+    """Changes the reported status of the container on b."""
     pod = kubelets.pods("x")["b"]
     [container] = pod["status"]["containerStatuses"]
     kubelets.report(pod, {"containerStatuses": [container | change]})
 
 
-def test_a_nodes_blip_makes_no_failure_of_a_pod_that_once_restarted(world, server, fleet):
+def test_a_pod_that_once_restarted_does_not_fail_when_its_node_is_briefly_lost(
+    world, server, fleet
+):
     died = {"terminated": {"exitCode": 255, "reason": "Unknown", "finishedAt": now(9999)}}
     change_container(fleet, {"restartCount": 1, "lastState": died})
     fleet.silence("b")
     eventually(lambda: world.nodes()["desired"] == 2)
     fleet.wake("b")
-    eventually(lambda: world.nodes() == {"desired": 3, "ready": 3, "updated": 3, "failing": 0})
+    eventually(lambda: world.nodes() == ready_on(3))
     assert "NodesFailing" not in world.reasons()
     assert server.list("events") == []
 
 
-def test_pods_that_a_policy_refuses_half_way_through_a_rollout_are_told(world, server, fleet):
+def test_pods_forbidden_by_policy_in_the_middle_of_a_rollout_are_reported(world, server, fleet):
     server.webhook = admission("create pods", refuse(LAVD, "violates PodSecurity"))
     world.edit(sched=LAVD)
     message = world.expect("NodesFailing")["message"]
@@ -4171,52 +4153,49 @@ def test_pods_that_a_policy_refuses_half_way_through_a_rollout_are_told(world, s
     world.expect("AllReady")
 
 
-def test_a_daemonset_watch_that_hangs_does_not_look_like_somebody_else(world, server, caplog):
-    world.start()
-    world.add()
-    world.expect("RollingOut")
+def test_a_hanging_daemonset_watch_is_not_mistaken_for_a_fight(world, server, caplog):
+    world.deploy()
     silence = cut_off(server, "daemonsets")
     world.edit(sched="scx:v1")
     eventually(lambda: world.image() == "scx:v1")
     for tag in ("v2", "v3"):
         world.edit(sched=f"scx:{tag}")
-    eventually(lambda: "RollingOut: waiting for the watch to catch up" in world.told())
+    eventually(lambda: "RollingOut: waiting for the watch to catch up" in world.messages())
     silence.clear()
     eventually(lambda: world.image() == "scx:v3")
-    assert "keeps changing" not in str(world.told()) + caplog.text
+    assert "keeps changing" not in str(world.messages()) + caplog.text
     assert server.list("events") == []
 
 
-def test_a_rollout_that_a_daemonset_watch_missed_is_ready_when_it_is_back(world, server, fleet):
+def test_a_rollout_during_a_hanging_daemonset_watch_is_ready_when_the_watch_is_back(
+    world, server, fleet
+):
     silence = cut_off(server, "daemonsets")
     world.edit(sched=LAVD)
     eventually(lambda: set(running(fleet).values()) == {LAVD})
-    there = set(uids(fleet).values())
-    eventually(lambda: {pod.name for pod in world.operator.pods.values()} >= names_of(fleet))
-    eventually(lambda: "RollingOut: waiting for the watch to catch up" in world.told())
+    there = uids(fleet)
+    names = {pod["metadata"]["name"] for pod in fleet.pods("x").values()}
+    eventually(lambda: {pod.name for pod in world.operator.pods.values()} >= names)
+    eventually(lambda: "RollingOut: waiting for the watch to catch up" in world.messages())
     silence.clear()
     world.expect("AllReady")
-    assert set(uids(fleet).values()) == there
-
-
-def names_of(kubelets: Kubelets) -> set[str]:
-    return {pod["metadata"]["name"] for pod in kubelets.pods("x").values()}
+    assert uids(fleet) == there
 
 
 @pytest.mark.parametrize(
     "looks, expected",
     table("""
-    at the first look: [[[A, 1, r1 1]], true]
-    none is new yet: [[[A, 1, r1 1], [B, 2, r1 1]], false]
-    all are new: [[[A, 1, r1 1], [B, 2, r2 2]], true]
-    one is old: [[[A, 1, r1 1], [B, 2, r1 1 r2 2]], false]
-    rolled back before any was new: [[[A, 1, r1 1], [B, 2, r1 1], [A, 3, r1 1]], true]
-    rolled back after some were new: [[[A, 1, r1 1], [B, 2, r1 1 r2 2], [A, 3, r1 1 r1 3]], true]
-    the other watch was slower: [[[A, 1, r1 1], [A, 1, r2 2], [B, 2, r2 2]], true]
+    first look: [[[A, 1, r1 1]], true]
+    no pod is new yet: [[[A, 1, r1 1], [B, 2, r1 1]], false]
+    all pods are new: [[[A, 1, r1 1], [B, 2, r2 2]], true]
+    one pod is old: [[[A, 1, r1 1], [B, 2, r1 1 r2 2]], false]
+    rolled back before any pod was new: [[[A, 1, r1 1], [B, 2, r1 1], [A, 3, r1 1]], true]
+    rolled back after one pod was new: [[[A, 1, r1 1], [B, 2, r1 1 r2 2], [A, 3, r1 1 r1 3]], true]
+    the DaemonSet watch is slower: [[[A, 1, r1 1], [A, 1, r2 2], [B, 2, r2 2]], true]
     """),
 )
 def test_a_rollout_is_complete_once_the_pod_watch_shows_its_pods(looks, expected):
-    """A look is a template, its generation, and a revision and a generation for each pod."""
+    """A look is a template, its generation, and each pod's revision and generation."""
     history = sked.History()
     for template, generation, words in looks:
         notes = {"annotations": {TEMPLATE_GENERATION: str(generation)}}
@@ -4224,52 +4203,47 @@ def test_a_rollout_is_complete_once_the_pod_watch_shows_its_pods(looks, expected
         facts = words.split()
         pods = pods_of(["settled"] * (len(facts) // 2))
         for pod, revision, made in zip(pods, facts[::2], facts[1::2]):
-            pod.revision, pod.template = revision, made
-        shown = history.shows_new_pods(obj, pods)
+            pod.revision, pod.template_generation = revision, made
+        shown = history.pods_are_current(obj, pods)
     assert shown is expected
 
 
-def test_a_pod_watch_that_hangs_makes_nobody_ready(world, server, fleet):
+def test_a_hanging_pod_watch_does_not_make_a_rollout_ready(world, server, fleet):
     silence = cut_off(server, "pods")
     world.edit(sched=LAVD)
     eventually(lambda: set(running(fleet).values()) == {LAVD})
     words = "RollingOut: ready on 3 of 3 nodes, updated on 3; waiting for the old pods to go"
-    eventually(lambda: words in str(world.told()))
-    assert world.told()[-1].startswith("RollingOut")
+    eventually(lambda: words in str(world.messages()))
+    assert world.messages()[-1].startswith("RollingOut")
     silence.clear()
     world.expect("AllReady")
 
 
-def test_a_daemonset_that_never_reaches_the_watch_is_repaired_after_all(world, server):
+def test_an_edit_is_applied_even_if_our_last_write_never_reaches_the_watch(world, server):
     world.set("CATCH_UP_SECONDS", 0.5)
-    world.start()
-    world.add()
-    world.expect("RollingOut")
+    world.deploy()
     backup = server.snapshot()
     for tag in ("v1", "v2"):
         world.edit(sched=f"scx:{tag}")
         eventually(lambda tag=tag: world.image() == f"scx:{tag}")
-    server.restore(backup)  # where generations are older than what sked wrote
+    server.restore(backup)  # with older generations than sked wrote
     server.drop_connections()
     world.edit(sched="scx:v3")
     eventually(lambda: world.image() == "scx:v3")
 
 
-@pytest.mark.parametrize("names", ["y", "xy"], ids=["gone", "a namesake came"])
-def test_a_schedext_whose_deletion_has_not_reached_the_watch_gets_no_new_daemonset(
+@pytest.mark.parametrize("names", ["y", "xy"], ids=["deleted", "recreated"])
+def test_a_deleted_schedext_gets_no_daemonset_even_if_the_watch_missed_the_deletion(
     world, server, names
 ):
-    world.start()
-    world.add()
-    world.expect("RollingOut")
+    world.deploy()
     silence = cut_off(server, "schedexts")
     since = time.time()
     world.remove()
     for name in names:
         world.add(name)
     eventually(lambda: not world.made())
-    asked = ("sked", "get", "schedexts")
-    eventually(lambda: asked in [(r.user, r.verb, r.what) for r in list(server.requests)])
+    eventually(lambda: "get schedexts" in server.deeds())
     silence.clear()
     for name in names:
         world.expect("RollingOut", name)
@@ -4277,9 +4251,7 @@ def test_a_schedext_whose_deletion_has_not_reached_the_watch_gets_no_new_daemons
     assert "".join(sorted(made)) == names
 
 
-def test_a_bug_with_one_pod_is_a_bug_not_the_api_servers_fault_and_stops_no_other(
-    world, fleet, caplog
-):
+def test_a_bug_with_one_pod_is_logged_as_a_bug_and_affects_no_other_pod(world, fleet, caplog):
     died = {"terminated": {"exitCode": 1, "message": ["not", "a", "text"]}}
     change_container(fleet, {"lastState": died})
     eventually(lambda: "pods: bug with default/x-" in caplog.text)
@@ -4290,23 +4262,23 @@ def test_a_bug_with_one_pod_is_a_bug_not_the_api_servers_fault_and_stops_no_othe
 
 
 @pytest.mark.parametrize("uid, after, waits", [("d", 59, True), ("d", 61, False), ("e", 1, False)])
-def test_a_daemonset_older_than_our_own_write_is_not_believed_for_a_minute(
+def test_a_daemonset_older_than_our_last_write_is_distrusted_for_a_minute(
     mocker, uid, after, waits
 ):
     clock = mocker.patch.object(sked, "monotonic", return_value=100.0)
     ours = sked.History()
     ours.wrote_daemonset({"metadata": {"uid": "d", "generation": 5}}, "")
     clock.return_value += after / 2
-    ours.wrote()
+    ours.wrote_status()
     clock.return_value += after / 2
     with pytest.raises(sked.Blocked) if waits else contextlib.nullcontext():
         ours.check_is_current({"metadata": {"uid": uid, "generation": 4}})
 
 
-def test_a_bug_in_reconcile_is_a_bug_and_not_a_refusal(world, server, mocker, caplog):
-    world.start()
-    world.add()
-    world.expect("RollingOut")
+def test_a_bug_in_reconcile_is_logged_and_retried_not_reported_as_rejected(
+    world, server, mocker, caplog
+):
+    world.deploy()
     broken = mocker.patch.object(sked, "as_wanted", side_effect=ValueError("a bug"))
     world.edit(sched=LAVD)
     eventually(lambda: broken.call_count > 2)
@@ -4317,7 +4289,7 @@ def test_a_bug_in_reconcile_is_a_bug_and_not_a_refusal(world, server, mocker, ca
 
 
 def calls(run: Callable[[], Any]) -> int:
-    """How many Python functions and generators are entered: the same in every run."""
+    """How many Python functions are entered, which is the same in every run."""
     entered = [0]
 
     def count(frame: Any, event: str, arg: Any) -> None:
@@ -4332,11 +4304,11 @@ def calls(run: Callable[[], Any]) -> int:
 
 
 @pytest.mark.parametrize("plural", ["schedexts", "pods"])
-def test_a_first_list_costs_no_more_for_each_item_if_there_are_many(mocker, plural):
+def test_the_cost_of_a_first_list_is_linear(mocker, plural):
     def work(total):
         cache = getattr(sked.Operator(mocker.Mock()), plural)
         objs = [for_nodes(f"zone=z{n}") for n in range(total)]
-        if plural == "pods":  # labelled by a stranger, and bound to no node
+        if plural == "pods":  # unowned and unbound
             objs = [kubelet_pod({}) for n in range(total)]
             for obj in objs:
                 del obj["metadata"]["ownerReferences"], obj["spec"]["nodeName"]
@@ -4346,10 +4318,10 @@ def test_a_first_list_costs_no_more_for_each_item_if_there_are_many(mocker, plur
     assert work(400) < 2.2 * work(200)
 
 
-# ---------------------------------------------------------------- killed, and ended
+# ---------------------------------------------------------------- kills and signals
 
 
-def test_killed_again_and_again_it_ends_with_exactly_the_right_daemonsets(server):
+def test_repeated_kills_leave_exactly_one_daemonset_per_schedext(server):
     made = {f"scx-{n}": server.create(schedext(f"scx-{n}"))["metadata"]["uid"] for n in range(60)}
     server.webhook = lambda request, obj: time.sleep(0.01) or obj
     for enough in (1, 20, 40, 60):
@@ -4376,7 +4348,7 @@ LEADER_ELECT = ("--leader-elect", "--leader-election-namespace=sked-system")
         ("standing by", signal.SIGTERM),
     ],
 )
-def test_a_signal_ends_it_even_while_it_is_blocked(server, state, sent):
+def test_a_signal_stops_sked_even_while_it_is_blocked(server, state, sent):
     hangs = server.fault("POST", "/daemonsets", None, "hang")
     if state == "writing":
         server.create(schedext("scx"))
@@ -4409,7 +4381,7 @@ def leading(replicas: list[OperatorProcess]) -> list[OperatorProcess]:
     return [one for one in alive if any(line.endswith(" leading\n") for line in one.lines)]
 
 
-def test_of_three_replicas_one_works_and_hands_over_on_sigterm(server, replica):
+def test_one_of_three_replicas_leads_and_hands_over_on_sigterm(server, replica):
     replicas = [replica("sked-system", "sked") for _ in range(3)]
     [first] = eventually(lambda: leading(replicas))
     server.create(schedext("one"))
@@ -4421,7 +4393,7 @@ def test_of_three_replicas_one_works_and_hands_over_on_sigterm(server, replica):
 
     assert first.stop() == 0
     holders = [dig(change.obj, ".spec.holderIdentity") for change in server.log["leases"]]
-    assert "" in holders  # so nobody has to wait until it expires
+    assert "" in holders  # released, so nobody waits until it expires
     eventually(lambda: leading(replicas))
     server.create(schedext("two"))
     eventually(lambda: "two" in images(server))
@@ -4431,13 +4403,13 @@ def test_of_three_replicas_one_works_and_hands_over_on_sigterm(server, replica):
     assert [r.status for r in server.writes() if r.what == "daemonsets"] == [201, 201]
 
 
-def test_a_leader_killed_or_frozen_is_followed_when_its_lease_is_over_and_writes_nothing_more(
+def test_a_killed_or_frozen_leader_is_replaced_when_its_lease_expires_and_writes_nothing_more(
     server, replica
 ):
     signals = {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP}
     leaders = [replica(name) for name in signals]
     eventually(lambda: leading(leaders) == leaders)
-    others = [replica(name, "admin") for name in signals]  # whose writes can be told apart
+    others = [replica(name, "admin") for name in signals]  # another user, to tell the writes apart
     eventually(lambda: all("waiting for the lease" in "".join(one.lines) for one in others))
     for n, sent in enumerate(signals.values()):
         leaders[n].process.send_signal(sent)
@@ -4454,11 +4426,11 @@ def test_a_leader_killed_or_frozen_is_followed_when_its_lease_is_over_and_writes
     assert server.writes(taken, "other", leases=True) == []
 
 
-def test_one_lost_answer_does_not_end_a_leader_and_many_do_before_another_may_lead(server, replica):
+def test_a_leader_survives_one_failed_renewal_and_exits_before_its_lease_expires(server, replica):
     actions = ("lose", "hang", "error")
     leaders = [replica(action) for action in actions]
     eventually(lambda: leading(leaders) == leaders)
-    # a renewal that failed is followed by a look at the lease, and that may fail, too
+    # after a failed renewal, a leader reads the lease, which may fail, too
     for method in ("PUT", "GET"):
         faults = [server.fault(method, f"/{action}/leases", 1, action) for action in actions]
         if method == "GET":
@@ -4476,7 +4448,7 @@ def test_one_lost_answer_does_not_end_a_leader_and_many_do_before_another_may_le
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_leader_that_has_ceased_to_renew_writes_nothing_more(
+def test_a_leader_that_stops_renewing_writes_nothing_more(
     mocker, monkeypatch, server, hasty, operate
 ):
     ended = mocker.patch("os._exit", side_effect=SystemExit)
@@ -4493,7 +4465,9 @@ def test_a_leader_that_has_ceased_to_renew_writes_nothing_more(
 
 
 @pytest.mark.parametrize("year", [2001, 2099])
-def test_anothers_lease_is_respected_while_it_changes_whatever_its_clock_says(server, mocker, year):
+def test_a_lease_is_respected_while_it_is_renewed_whatever_its_holders_clock_says(
+    server, mocker, year
+):
     clock = mocker.patch.object(sked, "monotonic")
     clock.return_value = 100.0
     api = connect(server.kubeconfig("sked"))
@@ -4511,7 +4485,7 @@ def test_anothers_lease_is_respected_while_it_changes_whatever_its_clock_says(se
     assert (other.leads(), lease(server)["holderIdentity"]) == (True, other.identity)
 
 
-def test_a_leader_leads_on_if_every_answer_takes_long(server, mocker):
+def test_a_leader_keeps_leading_if_every_answer_is_slow(server, mocker):
     clock = mocker.patch.object(sked, "monotonic")
     clock.return_value = 100.0
     api = connect(server.kubeconfig("sked"))
@@ -4531,7 +4505,7 @@ def test_a_leader_leads_on_if_every_answer_takes_long(server, mocker):
         clock.return_value += sked.RENEW_SECONDS
         led.append(elector.leads())
     assert led == [False, False] + [True] * 17
-    clock.return_value += 5  # and it counts from when it asked, as the others do
+    clock.return_value += 5  # the lease counts from the request, not from the answer
     assert not elector.leads()
 
 
@@ -4543,7 +4517,7 @@ def test_the_lease_has_the_go_operators_name_and_times():
 # ---------------------------------------------------------------- health and metrics
 
 
-def test_it_is_ready_when_all_caches_are_filled_and_healthy_before(server, operate):
+def test_sked_is_healthy_at_once_and_ready_when_all_caches_are_filled(server, operate):
     missing = server.fault("GET", "/pods", None)
     port, _ = operate()
     eventually(lambda: missing.hits >= 3)
@@ -4554,10 +4528,10 @@ def test_it_is_ready_when_all_caches_are_filled_and_healthy_before(server, opera
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_health_fails_when_a_thread_hangs_or_died_and_not_when_the_api_server_says_nothing(
+def test_health_fails_if_a_thread_hangs_or_dies_but_not_if_the_api_server_is_silent(
     server, operate, hasty, mocker, monkeypatch
 ):
-    stuck = 2 * sked.STUCK_SECONDS / sked.WATCH_SECONDS  # shorter, as the hasty one's watches are
+    stuck = 2 * sked.STUCK_SECONDS / sked.WATCH_SECONDS  # in proportion to the hasty copy's watches
     monkeypatch.setattr(hasty, "STUCK_SECONDS", stuck)
     port, _ = operate(program=hasty)
     eventually(lambda: ask(port, "/readyz")[0] == 200)
@@ -4577,18 +4551,18 @@ def test_health_fails_when_a_thread_hangs_or_died_and_not_when_the_api_server_sa
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["health", "metrics"])
-def test_half_sent_requests_take_few_threads_and_hold_up_nobody(operate, tls):
+def test_half_sent_requests_use_few_threads_and_block_no_others(operate, tls):
     port = operate("--metrics-secure")[tls]
     before = threading.active_count()
     with contextlib.ExitStack() as stack:
         for _ in range(120):
             client = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-            client.sendall(b"\x16\x03\x01\x02\x00\x01")  # TLS begins like that
-        assert ask(port, "/", tls=tls)[0] == 404  # one after the other, they would take 10 minutes
+            client.sendall(b"\x16\x03\x01\x02\x00\x01")  # the beginning of a TLS handshake
+        assert ask(port, "/", tls=tls)[0] == 404  # in sequence, they would take 10 minutes
         eventually(lambda: threading.active_count() < before + 80)
 
 
-def test_metrics_tell_what_happened(server, kubelets, operate):
+def test_metrics_count_nodes_requests_and_reconciles(server, kubelets, operate):
     _, port = operate()
     for node in "ab":
         kubelets.add_node(node)
@@ -4623,7 +4597,7 @@ def test_a_histogram_has_all_its_buckets_in_order():
     assert buckets == [1] * 6 + [2] * 7 + [3]
 
 
-def test_metrics_are_for_those_whom_the_api_server_allows(server, operate, caplog):
+def test_only_users_whom_the_api_server_allows_can_read_metrics(server, operate, caplog):
     caplog.set_level(logging.DEBUG)
     server.tokens |= {"token-of-reader": "reader", "token-of-nobody": "nobody"}
     binding = {
@@ -4647,7 +4621,7 @@ def test_metrics_are_for_those_whom_the_api_server_allows(server, operate, caplo
     assert "token-of" not in caplog.text
 
 
-def test_a_given_certificate_is_shown_also_after_it_was_renewed(server, operate):
+def test_a_renewed_metrics_certificate_is_served(server, operate):
     renew = f"req -x509 -subj /CN=x {NEW_KEY} -keyout tls.key -out tls.crt"
     openssl(server.folder, renew)
     _, port = operate("--metrics-secure", f"--metrics-cert-dir={server.folder}")
@@ -4663,16 +4637,16 @@ def test_a_given_certificate_is_shown_also_after_it_was_renewed(server, operate)
     "flag, context, environment, host",
     table("""
     flag: [~/flag, null, ~/env, "http://f1"]
-    context: [~/flag, f2, "", "http://f2"]
+    flag and context: [~/flag, f2, "", "http://f2"]
     environment: [null, null, ~/env, "http://e1"]
-    first context named: [null, null, "~/none:~/silent:~/env:~/flag", "http://e1"]
-    in another file: [null, null, "~/other:~/flag:~/env", "http://e1"]
-    context of the second file: [null, e1, "~/flag:~/env", "http://e1"]
+    first current-context wins: [null, null, "~/none:~/silent:~/env:~/flag", "http://e1"]
+    current-context in another file: [null, null, "~/other:~/flag:~/env", "http://e1"]
+    context in the second file: [null, e1, "~/flag:~/env", "http://e1"]
     pod: [null, null, "", "https://127.0.0.1:6443"]
     home: [null, null, null, "http://h1"]
     """),
 )
-def test_the_first_of_flag_environment_pod_and_home_decides(
+def test_the_configuration_comes_from_flag_environment_pod_or_home_in_this_order(
     in_pod, monkeypatch, flag, context, environment, host
 ):
     monkeypatch.setenv("KUBECONFIG", environment or "")
@@ -4684,22 +4658,22 @@ def test_the_first_of_flag_environment_pod_and_home_decides(
 @pytest.mark.parametrize(
     "flags, words",
     table("""
-    nothing: ["--kubeconfig=", "no kubeconfig at ~/.kube/config: name one with --kubeconfig"]
+    no default: ["--kubeconfig=", "no kubeconfig at ~/.kube/config: name one with --kubeconfig"]
     no file: [--kubeconfig=~/none, "~/none: name one with --kubeconfig"]
     no such context: [--context=x, x]
-    no context: [--kubeconfig=~/silent, current-context]
-    text: [--kubeconfig=~/text, text]
-    broken: [--kubeconfig=~/broken, broken]
-    lease: [--leader-elect, --leader-election-namespace]
-    address: [--health-probe-bind-address=x, "cannot listen at 'x', such as :8081"]
-    port: ["--health-probe-bind-address=:70000", "cannot listen at ':70000'"]
-    taken: ["--health-probe-bind-address=127.0.0.1:{taken}", Address already in use]
-    certificate: ["--metrics-bind-address=127.0.0.1:0 --metrics-cert-dir=/none", /none]
+    no current-context: [--kubeconfig=~/silent, current-context]
+    not a kubeconfig: [--kubeconfig=~/text, text]
+    not YAML: [--kubeconfig=~/broken, broken]
+    no lease namespace: [--leader-elect, --leader-election-namespace]
+    bad address: [--health-probe-bind-address=x, "cannot listen at 'x' (not like :8081?)"]
+    bad port: ["--health-probe-bind-address=:70000", "cannot listen at ':70000'"]
+    port in use: ["--health-probe-bind-address=127.0.0.1:{taken}", Address already in use]
+    no certificate: ["--metrics-bind-address=127.0.0.1:0 --metrics-cert-dir=/none", /none]
     no openssl: ["--metrics-bind-address=127.0.0.1:0", --metrics-cert-dir]
-    render: [--render=/none.yaml, /none.yaml]
+    nothing to render: [--render=/none.yaml, /none.yaml]
     """),
 )
-def test_what_cannot_be_started_says_why_in_one_line(home, monkeypatch, flags, words):
+def test_a_failed_start_says_why_in_one_line(home, monkeypatch, flags, words):
     (home / ".kube" / "config").unlink()
     monkeypatch.setenv("PATH", "")
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -4714,16 +4688,16 @@ def test_what_cannot_be_started_says_why_in_one_line(home, monkeypatch, flags, w
     table("""
     switched on: [--leader-elect, leader_elect, true]
     switched off: [--leader-elect=false, leader_elect, false]
-    a letter: [--leader-elect=T, leader_elect, true]
-    a digit: [--metrics-secure=0, metrics_secure, false]
-    zap: [--zap-devel=true, leader_elect, false]
-    another of zap: [--zap-log-level=5, log_level, info]
+    T for true: [--leader-elect=T, leader_elect, true]
+    0 for false: [--metrics-secure=0, metrics_secure, false]
+    zap flag with true: [--zap-devel=true, leader_elect, false]
+    zap flag with a number: [--zap-log-level=5, log_level, info]
     no HTTP/2: [--enable-http2=false, metrics_secure, true]
-    no metrics: [--leader-elect, metrics_bind_address, "0"]
-    health: ["--metrics-bind-address=:9", health_probe_bind_address, ":8081"]
+    no metrics by default: [--leader-elect, metrics_bind_address, "0"]
+    health by default: ["--metrics-bind-address=:9", health_probe_bind_address, ":8081"]
     """),
 )
-def test_flags_mean_what_they_mean_to_the_go_operator(flag, name, value):
+def test_flags_mean_the_same_as_in_the_go_operator(flag, name, value):
     assert getattr(sked.parse([flag]), name) == value
 
 
@@ -4731,17 +4705,17 @@ def test_flags_mean_what_they_mean_to_the_go_operator(flag, name, value):
     "flag, words",
     table("""
     HTTP/2: [--enable-http2=true, HTTP/1.1 only]
-    maybe: [--leader-elect=maybe, "'maybe' is neither true nor false"]
-    half a flag: [--leader, "unrecognized arguments: --leader"]
+    neither true nor false: [--leader-elect=maybe, "'maybe' is neither true nor false"]
+    abbreviated: [--leader, "unrecognized arguments: --leader"]
     """),
 )
-def test_flags_that_cannot_be_obeyed_are_refused_in_a_sentence(capsys, flag, words):
+def test_unsupported_flags_are_refused_with_a_reason(capsys, flag, words):
     with pytest.raises(SystemExit, match="2"):
         sked.main([flag])
     assert words in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_version_is_printed():
+def test_the_version_flag_prints_the_version():
     assert python("sked.py", "--version") == f"{sked.__version__}\n"
 
 
@@ -4763,9 +4737,9 @@ def test_render_prints_daemonsets_that_yield_to_each_other(capsys, tmp_path):
     table("""
     no spec: ["{kind: SchedExt, metadata: {name: x}}", "spec.sched is missing: it names the image"]
     no name: ["{kind: SchedExt, spec: {sched: x}}", metadata.name is missing]
-    a text: ["{kind: SchedExt, metadata: {name: x}, spec: text}", spec.sched is missing]
-    no image: ["{kind: SchedExt, metadata: {name: x}, spec: {sched: ''}}", spec.sched is missing]
-    a number: ["{kind: SchedExt, metadata: {name: x}, spec: {sched: 5}}", spec.sched must be]
+    spec not a map: ["{kind: SchedExt, metadata: {name: x}, spec: text}", spec.sched is missing]
+    empty image: ["{kind: SchedExt, metadata: {name: x}, spec: {sched: ''}}", spec.sched is missing]
+    image not text: ["{kind: SchedExt, metadata: {name: x}, spec: {sched: 5}}", spec.sched must be]
     nodeSelector:
     - "{kind: SchedExt, metadata: {name: x}, spec: {sched: x, nodeSelector: [a]}}"
     - spec.nodeSelector must be a map of labels
@@ -4775,18 +4749,25 @@ def test_render_prints_daemonsets_that_yield_to_each_other(capsys, tmp_path):
     probeImage:
     - "{kind: SchedExt, metadata: {name: x}, spec: {sched: x, probeImage: 3}}"
     - spec.probeImage must be an image with sh and grep
-    no YAML: ["a: [", expected]
+    not YAML: ["a: [", expected]
     another kind: ["kind: Pod", no SchedExt]
-    an empty list: ["{kind: List, items: }", no SchedExt]
-    a list of numbers: ["{kind: List, items: [5]}", no SchedExt]
-    nothing: ["", no SchedExt]
+    empty List: ["{kind: List, items: }", no SchedExt]
+    List of numbers: ["{kind: List, items: [5]}", no SchedExt]
+    empty file: ["", no SchedExt]
     """),
 )
-def test_render_refuses_what_it_cannot_render_in_one_line(text, words):
-    command = [sys.executable, "sked.py", "--render=-"]
-    done = subprocess.run(command, cwd=HERE, input=text, capture_output=True, text=True)
+def test_render_says_in_one_line_what_is_wrong_with_its_input(capsys, tmp_path, text, words):
+    (tmp_path / "file").write_text(text)
+    problem = sked.main([f"--render={tmp_path}/file"])
+    assert re.fullmatch(f"sked: .*{re.escape(words)}.*", problem)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_problem_is_one_line_on_stderr_and_exit_code_1():
+    command = [sys.executable, "sked.py", "--render=/none.yaml"]
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
-    assert re.fullmatch(f"sked: .*{re.escape(words)}.*\n", done.stderr)
+    assert re.fullmatch("sked: .*/none.yaml.*\n", done.stderr)
 
 
 # ---------------------------------------------------------------- install.yaml: the CRD
@@ -4969,7 +4950,7 @@ LONG_NAME = "the name of a SchedExt may have at most 63 characters"
 
 
 def parts(schema: dict, path: str = "") -> Iterator[tuple[str, dict]]:
-    """A schema and all within it, each with its path."""
+    """A schema and every schema within it, each with its path."""
     yield path, schema
     inner = dict(schema.get("properties", {}))
     inner |= {name: schema[name] for name in ("items", "additionalProperties") if name in schema}
@@ -4985,7 +4966,7 @@ def test_every_field_of_the_crd_is_described():
     assert [path for path, part in PARTS.items() if not part.get("description")] == [".metadata"]
 
 
-def test_the_fields_of_the_crd_are_those_that_build_daemonset_reads():
+def test_build_daemonset_reads_exactly_the_fields_of_the_crd():
     read = set()
 
     class Spec(dict):
@@ -4998,7 +4979,7 @@ def test_the_fields_of_the_crd_are_those_that_build_daemonset_reads():
 
 
 def obeys(path: str, value: str | dict) -> bool:
-    """Whether a text, or each pair of a map, matches the patterns of a field and its rules."""
+    """Whether a text, or each pair of a map, matches the patterns of a field."""
     rules = " ".join(rule["rule"] for rule in RULES[path])
     patterns = re.findall(r"(!?)(\w+)(?:\[k\])?\.matches\(r?'(.*?)'\)", rules)
     patterns = patterns or [("", "self", PARTS[path]["pattern"])]
@@ -5014,20 +4995,20 @@ def obeys(path: str, value: str | dict) -> bool:
     "words, place, path",
     table("""
     images: [must be an image reference, .sched, .spec.sched]
-    probes: [must be an image reference, .probeImage, .spec.probeImage]
+    probe images: [must be an image reference, .probeImage, .spec.probeImage]
     labels: [must be labels of nodes, .nodeSelector, .spec.nodeSelector]
     paths: [must be an absolute path, ".hostPaths[0]", .spec.hostPaths.items]
-    amounts:
+    quantities:
     - spec.resources.limits.memory in body
     - .resources.limits.memory
     - .spec.resources.limits.additionalProperties
-    shares:
+    maxUnavailable:
     - must be a number of nodes
     - .updateStrategy.rollingUpdate.maxUnavailable
     - .spec.updateStrategy.rollingUpdate.maxUnavailable
     """),
 )
-def test_patterns_let_in_what_works_and_nothing_else(words, place, path):
+def test_patterns_match_valid_values_and_nothing_else(words, place, path):
     def judged(specs):
         found = [dig(spec, place) for spec in specs]
         return {obeys(path, value) for value in found if isinstance(value, (str, dict))}
@@ -5037,7 +5018,7 @@ def test_patterns_let_in_what_works_and_nothing_else(words, place, path):
     assert judged(refused) == {False}
 
 
-def test_for_every_rule_there_is_something_that_it_refuses():
+def test_every_validation_rule_has_an_example_that_it_refuses():
     messages = [rule["message"] for rules in RULES.values() for rule in rules]
     known = [*REFUSED, *TOO_LARGE, LONG_NAME]
     assert [text for text in messages if not any(words in text for words in known)] == []
@@ -5045,9 +5026,9 @@ def test_for_every_rule_there_is_something_that_it_refuses():
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
-    """The cluster of $SKED_TEST_KUBECONFIG, with what install.yaml brings."""
+    """The cluster of $SKED_TEST_KUBECONFIG, with install.yaml applied."""
     if "SKED_TEST_KUBECONFIG" not in os.environ:
-        pytest.skip("only a real cluster can tell")
+        pytest.skip("needs a real cluster")
     cluster = Cluster()
     cluster.operator_kubeconfig(tmp_path_factory.mktemp("sked"))
     return cluster
@@ -5060,7 +5041,7 @@ def dry_run(cluster: Cluster, obj: dict) -> dict:
 
 
 @pytest.mark.parametrize("spec", ACCEPTED, ids=lambda spec: str(spec)[:50])
-def test_what_works_is_accepted_and_its_daemonset_stays_as_it_is(real, spec):
+def test_a_valid_schedext_is_accepted_and_its_daemonset_does_not_drift(real, spec):
     want = sked.build_daemonset(dry_run(real, schedext("n" * 63, **spec)))
     assert differences(want, dry_run(real, want)) == []
 
@@ -5069,12 +5050,12 @@ def test_what_works_is_accepted_and_its_daemonset_stays_as_it_is(real, spec):
     "words, spec",
     [(words, spec) for words in REFUSED for spec in REFUSED[words]] + list(TOO_LARGE.items()),
 )
-def test_nonsense_is_refused_in_words_that_help(real, words, spec):
+def test_an_invalid_schedext_is_refused_with_a_helpful_message(real, words, spec):
     with pytest.raises(Refusal, match=re.escape(words)):
         dry_run(real, schedext("scx", **spec))
 
 
-def test_a_name_that_is_too_long_for_a_label_is_refused(real):
+def test_a_name_too_long_for_a_label_is_refused(real):
     with pytest.raises(Refusal, match=LONG_NAME):
         dry_run(real, schedext("n" * 64))
 
@@ -5082,13 +5063,13 @@ def test_a_name_that_is_too_long_for_a_label_is_refused(real):
 # ---------------------------------------------------------------- install.yaml: the operator
 
 
-def test_all_but_the_namespace_and_the_crd_goes_with_the_operators_label():
+def test_everything_but_the_namespace_and_the_crd_has_the_operators_label():
     labels = {"app.kubernetes.io/component": "operator"}
     others = [obj for obj in manifests() if not labels.items() <= obj["metadata"]["labels"].items()]
     assert [obj["kind"] for obj in others] == ["Namespace", "CustomResourceDefinition"]
 
 
-def test_the_operators_pod_is_restricted_and_works_under_any_uid():
+def test_the_operators_pod_is_restricted_and_sets_no_uid():
     pod = pod_spec(installed_one("Deployment"))
     (container,) = pod["containers"]
     own = "{runAsNonRoot: true, seccompProfile: {type: RuntimeDefault}}"
@@ -5103,7 +5084,7 @@ def test_the_operators_pod_is_restricted_and_works_under_any_uid():
     assert [volume.keys() for volume in pod["volumes"]] == [{"name", "emptyDir"}]
 
 
-def test_the_deployment_asks_where_its_operator_answers():
+def test_probes_and_service_use_the_ports_that_the_operator_listens_on():
     (manager,) = pod_spec(installed_one("Deployment"))["containers"]
     args = sked.parse(manager["args"])
     assert (args.leader_elect, args.metrics_secure) == (True, True)
@@ -5116,7 +5097,7 @@ def test_the_deployment_asks_where_its_operator_answers():
 
 def test_the_operator_uses_each_of_its_rights(world, server):
     server.create(daemonset("orphan", "default"))
-    server.create(merge(daemonset("taken", "default"), {"metadata": {"labels": None}}))
+    server.create(unlabelled_daemonset("taken", "default"))
     for name in ("x", "orphan", "taken"):
         world.add(name)
     world.start()
@@ -5124,19 +5105,15 @@ def test_the_operator_uses_each_of_its_rights(world, server):
     server.delete("daemonsets", "default", "x")
     sked.Elector(world.operator.api, "sked-system").take()
     sked.review(world.operator.api, "Bearer admin", 0)
-    # of these the API server asks whether we have them, when we send something else
-    implied = {"schedexts/finalizers update", "daemonsets delete", "leases create"}
+    # the API server checks these when sked sends other requests
+    implied = {"update schedexts/finalizers", "delete daemonsets", "create leases"}
     rights = {
-        f"{what} {verb}"
+        f"{verb} {what}"
         for _, rule in server.rules(USERS["sked"])
         for what in rule["resources"]
         for verb in rule["verbs"]
     }
-
-    def unused():
-        return rights - {f"{r.what} {r.verb}" for r in list(server.requests) if r.user == "sked"}
-
-    eventually(lambda: unused() == implied)
+    eventually(lambda: rights.difference(server.deeds()) == implied)
 
 
 # ---------------------------------------------------------------- README.md and the image
@@ -5145,7 +5122,7 @@ README = (HERE / "README.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
-    """The fenced blocks of the README in a language."""
+    """The README's fenced blocks in a language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", README, re.M | re.S)
 
 
@@ -5163,18 +5140,18 @@ def test_the_version_is_the_same_everywhere():
         assert set(re.findall(pattern, (HERE / name).read_text())) == {sked.__version__}
 
 
-def test_the_images_of_schedulers_are_where_they_are_published():
+def test_scheduler_images_are_named_as_published():
     files = [HERE / name for name in ("README.md", "install.yaml", "sked.py")]
     files.append(Path(__file__))
     assert [path.name for path in files if re.search("schedkit/(scheds)/", path.read_text())] == []
 
 
-def test_the_first_screen_shows_a_schedext_of_five_lines_and_what_kubectl_says():
+def test_the_readmes_first_screen_shows_a_five_line_schedext_and_kubectls_output():
     screen = "\n".join(README.splitlines()[:30])
     assert blocks("yaml")[0] in screen
     assert len(blocks("yaml")[0].splitlines()) == 5
     columns = [column["name"].upper() for column in VERSION["additionalPrinterColumns"]]
-    heading = r"\s+".join(["NAME", *columns[:-1]])  # the last one shows with -o wide
+    heading = r"\s+".join(["NAME", *columns[:-1]])  # the last one only shows with -o wide
     row = rf"{EXAMPLES[0]['metadata']['name']}\s+{EXAMPLES[0]['spec']['sched']}\s"
     assert re.search(rf"\$ kubectl get schedexts\n{heading}\n{row}", screen)
 
@@ -5188,7 +5165,7 @@ def test_every_schedext_in_the_readme_passes_the_schema_and_makes_a_daemonset(ob
         assert obeys(".spec.sched", container["image"])
 
 
-def test_every_reason_that_sked_gives_is_explained():
+def test_every_status_reason_is_documented():
     source = (HERE / "sked.py").read_text()
     given = set(re.findall(r'(?:return|Blocked\(|reason =)\s*"([A-Z]\w+)"(?! if)', source))
     described = PARTS[".status.conditions.items.reason"]["description"].partition("Ready: ")[2]
@@ -5197,7 +5174,7 @@ def test_every_reason_that_sked_gives_is_explained():
     assert [reason for reason in given if f"`{reason}`" not in README] == []
 
 
-def test_the_readme_names_no_flag_that_does_not_exist(capsys):
+def test_every_flag_in_the_readme_exists(capsys):
     with pytest.raises(SystemExit):
         sked.main(["--help"])
     known = set(re.findall(r"--[a-z0-9-]+", capsys.readouterr().out))
@@ -5206,7 +5183,7 @@ def test_the_readme_names_no_flag_that_does_not_exist(capsys):
     assert {"--help", "--render"} <= named <= known
 
 
-def test_ci_runs_the_test_command_of_the_readme(tmp_path):
+def test_ci_runs_the_readmes_test_command(tmp_path):
     shutil.copytree(HERE / ".ci", tmp_path / ".ci")
     assert README.count("<!-- test -->\n```sh\n") == 1
     (tmp_path / "README.md").write_text("<!-- test -->\n```sh\ntouch proof\n```\n")
@@ -5216,25 +5193,25 @@ def test_ci_runs_the_test_command_of_the_readme(tmp_path):
 
 # ---------------------------------------------------------------- python test_sked.py
 
-YOURS = """Now it is yours, until Ctrl-C:
+YOURS = """Now it is yours until Ctrl-C:
   export KUBECONFIG={kubeconfig}
   kubectl get schedexts,daemonsets,pods
   kubectl describe schedext scx-rusty
   kubectl label node node-1 pool=latency
   kubectl delete schedext scx-lavd
-An image with the tag crash plays a scheduler that cannot load, nopull one that is not there, and
-idle one that attaches nothing.
+Images with these tags misbehave: crash cannot load, nopull cannot be pulled, and idle attaches
+nothing.
 
-The log of sked:
+sked's log:
 """
 
 
 class Demo:
-    """Shows what sked does on an ApiServer, with the kubectl commands that would do the same."""
+    """Shows sked at work on an ApiServer, with the equivalent kubectl commands."""
 
     def __init__(self, server: ApiServer, pause_seconds: float) -> None:
         self.server = server
-        self.pause_seconds = pause_seconds  # to read what was shown
+        self.pause_seconds = pause_seconds  # time to read
 
     def title(self, text: str) -> None:
         time.sleep(self.pause_seconds)
@@ -5253,7 +5230,7 @@ class Demo:
         self.follow("scx-rusty", reason)
 
     def follow(self, name: str, reason: str) -> None:
-        """Prints each new status of a SchedExt until its reason is the one that is waited for."""
+        """Prints each new status of a SchedExt until it has this reason."""
         said = [""]
 
         def reached() -> bool:
@@ -5286,7 +5263,7 @@ class Demo:
         print(flush=True)
 
     def run(self) -> None:
-        self.title("A scheduler on every node: one SchedExt, and sked makes the DaemonSet.")
+        self.title("A scheduler on every node: write one SchedExt, sked makes the DaemonSet.")
         settings = {"minReadySeconds": 2, "terminationMessagePolicy": "FallbackToLogsOnError"}
         self.apply("scx-rusty", "AllReady", **settings)
         self.get("pods")
@@ -5296,12 +5273,14 @@ class Demo:
         self.get("pods")
         self.patch("AllReady", sched=RUSTY)
 
-        self.title("An image that runs but attaches nothing: with a probe, the kernel tells.")
+        self.title(
+            "An image that runs but attaches nothing: the probe asks the kernel and notices."
+        )
         idle = "ghcr.io/schedkit/scx_rusty:idle"
         self.patch("NodesFailing", sched=idle, probeImage="busybox:stable")
         self.patch("AllReady", sched=RUSTY)
 
-        self.title("Another scheduler for one pool: the pods on the other nodes stay (see AGE).")
+        self.title("Another scheduler for one pool: pods on other nodes keep running (see AGE).")
         print("$ kubectl label node node-3 pool=latency")
         pool = {"pool": "latency"}
         self.server.patch("nodes", "", "node-3", {"metadata": {"labels": pool}})
@@ -5317,10 +5296,10 @@ class Demo:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="See sked work. The tests are run by pytest.")
-    parser.add_argument("--once", action="store_true", help="end after the show")
+    parser = argparse.ArgumentParser(description="See sked work. Run the tests with pytest.")
+    parser.add_argument("--once", action="store_true", help="exit after the demo")
     args = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     logging.disable()
     sked.SETTLE_SECONDS = 3.0
     with ApiServer() as server, contextlib.suppress(KeyboardInterrupt):
@@ -5331,8 +5310,8 @@ def main(argv: list[str] | None = None) -> int:
             kubelets.add_node(f"node-{n}")
         operator = sked.Operator(connect(server.kubeconfig("sked")))
         threading.Thread(target=operator.run, daemon=True).start()
-        print(f"An API server with three nodes runs at http://127.0.0.1:{server.port}, and sked.")
-        print("A scheduler is ready when it has stayed up for 10 s; in this demo, for 3 s.\n")
+        print(f"sked and an API server with three nodes run at http://127.0.0.1:{server.port}.")
+        print("A scheduler is ready after it has stayed up for 10 s (3 s in this demo).\n")
         Demo(server, 0.0 if args.once else 2.0).run()
         if not args.once:
             print(YOURS.format(kubeconfig=server.kubeconfig("admin")), flush=True)
