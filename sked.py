@@ -342,7 +342,6 @@ class Reflector(dict):
         answer a version from before they were restored from a backup.
         """
         last = ""
-        self.operator.beat()
         for event in self.operator.api.watch(self.path, **self.QUERY, resourceVersion=version):
             self.operator.beat()
             if event:
@@ -610,7 +609,7 @@ class WorkQueue:
         with self.condition:
             self.busy.remove(key)
             self.add(key, look_again)
-            self.condition.notify_all()  # it may be due already, or the last one
+            self.condition.notify()  # it may be due already, or the last one
 
     def attempts(self, key: Key) -> int:
         """How often a key has failed in a row."""
@@ -644,7 +643,7 @@ STUCK_SECONDS = 360.0  # a thread that shows no sign of life for this long is st
 CATCH_UP_SECONDS = 60.0  # at most, until the watch shows what we wrote
 FINISH_SECONDS = 0.8  # for the work under way when we are told to stop
 EVENT_SECONDS = 2.0  # an event may hold up a worker for this long
-TRANSIENT_FAILURES = 4  # in a row; after more, the status reports even what may be transient
+PATIENCE = 4  # after more failures in a row, the status reports even what may be transient
 DESIRED = "desiredNumberScheduled"  # counts of a DaemonSet: nodes that should have a pod,
 CURRENT = "currentNumberScheduled"  # those of them that have one,
 UPDATED = "updatedNumberScheduled"  # and those that have one of the current template
@@ -727,20 +726,20 @@ class History:
         """Seconds until the status may be written: not within a second of the last write."""
         return self.wrote_at + GATHER_SECONDS - monotonic()
 
-    def pods_are_current(self, daemonset: dict, pods: list[Pod]) -> bool:
-        """Whether the pods that we see are those of the complete roll-out.
+    def pods_are_current(self, daemonset: dict, pods: list[Pod], is_complete: bool) -> bool:
+        """Whether the pods that we see are those of a roll-out that is complete by the counts.
 
         The DaemonSet comes from another watch than the pods, which may lag behind it. A pod made
         from the current template tells which revision belongs to that template. After a rollback
-        there may be none, because the old pods may stay; then it is remembered from before. At the
-        first look nothing is, so we believe what we see.
+        there may be none, because the old pods may stay; then it is remembered from before. If
+        nothing is, after a restart of sked, we believe what we see.
         """
         template = hash(json.dumps(daemonset["spec"]["template"]))
         revisions = {pod.revision for pod in pods}
         new = {pod.revision for pod in made_from(daemonset, pods)}
-        if new or not self.templates:
+        if new or is_complete and not self.templates:
             self.templates[template] = new or revisions
-        return len(revisions) == 1 and revisions == self.templates.get(template)
+        return is_complete and len(revisions) == 1 and self.templates.get(template) == revisions
 
     def steady_seconds(self, counts: tuple, was_failing: bool) -> float:
         """How long the counts have been the same.
@@ -834,7 +833,9 @@ class Operator:
             result = "error"
             if not isinstance(error, ApiError):
                 log.exception("%s/%s: bug", *key)
-            elif error.status not in (404, 409) and not self.queue.attempts(key):
+            elif error.status in (404, 409):
+                result = "requeue"  # our cache is behind
+            elif not self.queue.attempts(key):
                 log.warning("%s/%s: %s; trying again", *key, error)
             self.queue.failed(key)
         METRICS.reconciled(result, monotonic() - started)
@@ -849,19 +850,19 @@ class Operator:
         if not schedext or "deletionTimestamp" in schedext["metadata"]:
             self.histories.pop(key, None)  # the garbage collector deletes its DaemonSet
             return inf
-        blocked = None
+        blocked, daemonset = None, self.daemonsets.get(key)
         try:
-            self.apply(key, schedext)
+            daemonset = self.apply(key, schedext)
         except Blocked as error:
             blocked = error
         except InvalidSpec as error:
             blocked = Blocked("Rejected", str(error))
         except ApiError as error:
-            is_passing = error.status not in (400, 403, 422) or "being terminated" in str(error)
-            if is_passing and self.queue.attempts(key) <= TRANSIENT_FAILURES:
+            is_lasting = error.status in (400, 403, 422) or self.queue.attempts(key) > PATIENCE
+            if not is_lasting or "is being terminated" in str(error):  # the namespace, that is
                 raise
             blocked = Blocked("Rejected", f"cannot apply the DaemonSet: {str(error)[:1000]}")
-        view = self.look(key, schedext)
+        view = self.look(key, schedext, daemonset or NO_DAEMONSET)
         status = build_status(view, blocked, timestamp())
         if status != schedext["status"]:
             early = self.histories[key].status_due_in()
@@ -870,8 +871,8 @@ class Operator:
             self.write_status(key, schedext, status)
         return max(GATHER_SECONDS, changes_in(view, blocked))
 
-    def apply(self, key: Key, schedext: dict) -> None:
-        """Create or patch the DaemonSet, if it is not as wanted. Raises Blocked if it must wait."""
+    def apply(self, key: Key, schedext: dict) -> dict:
+        """The DaemonSet, created or patched if it was not as wanted. Raises Blocked if not now."""
         history = self.histories[key]
         want = owned_fields(schedext, self.schedexts.selectors())
         have = self.find(key, schedext)
@@ -883,7 +884,7 @@ class Operator:
         target = as_wanted(have, want, changes)
         history.note_wanted(want, is_applied=not changes)
         if not changes:
-            return
+            return have
         what = f"{', '.join(changes)} of the DaemonSet" if have else "the DaemonSet"
         history.check_pace(what)
         if have:
@@ -897,6 +898,7 @@ class Operator:
             log.info("%s/%s: applied %s", *key, what)
         elif repairs == 2:
             log.warning("%s/%s: somebody keeps changing %s", *key, what)
+        return answer
 
     def find(self, key: Key, schedext: dict) -> dict:
         """The DaemonSet, or {} if there is none.
@@ -914,9 +916,9 @@ class Operator:
                     raise ApiError(404, "it was deleted and created again")
         return found or {}
 
-    def look(self, key: Key, schedext: dict) -> View:
+    def look(self, key: Key, schedext: dict, daemonset: dict) -> View:
         """A snapshot of a SchedExt, its DaemonSet and its pods."""
-        now, daemonset = monotonic(), self.daemonsets.get(key) or NO_DAEMONSET
+        now = monotonic()
         if controller_of(daemonset).get("uid") != schedext["metadata"]["uid"]:
             daemonset = NO_DAEMONSET
         settle = max(SETTLE_SECONDS, daemonset["spec"].get("minReadySeconds", 0))
@@ -933,7 +935,6 @@ class Operator:
         desired, current, updated = counts
         was_failing = condition(schedext["status"], "Ready").get("reason") == "NodesFailing"
         history = self.histories[key]
-        is_complete = is_observed(daemonset) and updated >= desired
         return View(
             schedext,
             daemonset,
@@ -944,7 +945,8 @@ class Operator:
             waits=[pod.settles_in(now, settle) for pod in pods if pod.started],
             lacking=desired - current,
             steady=history.steady_seconds(counts, was_failing),
-            is_updated=is_complete and history.pods_are_current(daemonset, pods),
+            is_updated=is_observed(daemonset)
+            and history.pods_are_current(daemonset, pods, updated >= desired),
         )
 
     def write_status(self, key: Key, schedext: dict, status: dict) -> None:
@@ -1188,7 +1190,7 @@ def as_wanted(have: dict, want: dict, changes: dict, path: str = "") -> dict:
         if name in SHARED and mine:
             fields[name] = as_wanted(theirs or {}, mine, changes, f"{here}.") or None
             continue
-        if name == "containers":
+        if here == "spec.template.spec.containers":
             there = by_name(theirs)
             ours = dict.fromkeys(there) | by_name(mine)  # all others must go
             fields[name] = list(as_wanted(there, ours, changes, f"{here}.").values())
@@ -1261,7 +1263,7 @@ def node_affinity(mine: Selector, others: Iterable[Selector]) -> dict | None:
     if not winners:
         return None
     terms = {frozenset()}
-    for winner in sorted(winners, key=sorted):
+    for winner in sorted(sorted(winners, key=sorted), key=len):
         terms = {term | {pair} for term in terms for pair in winner - mine}
         # a term that contains another one adds nothing
         terms = {term for term in terms if not any(wider < term for wider in terms)}
@@ -1305,7 +1307,7 @@ def park(want: dict, have: dict, pods: list[Pod]) -> dict:
         is_spoilt = not moves_only and made_from(have, pods)
         parks = parked_as(have) == fingerprint(want, have) and not is_spoilt
     else:
-        parks = bool(news) and moves_only and is_rolled_out(have, pods)
+        parks = news and moves_only and is_rolled_out(have, pods)
     if not parks:
         return want
     return want | {
@@ -1328,7 +1330,7 @@ def is_rolled_out(daemonset: dict, pods: list[Pod]) -> bool:
     if all_updated and not number(daemonset, "numberMisscheduled"):
         return True
     is_one_revision = len({pod.revision for pod in pods}) == 1
-    return is_one_revision and bool(all_updated or made_from(daemonset, pods))
+    return is_one_revision and (all_updated or any(made_from(daemonset, pods)))
 
 
 def made_from(daemonset: dict, pods: list[Pod]) -> list[Pod]:
@@ -1434,7 +1436,7 @@ def condition(status: dict, kind: str) -> dict:
 def build_failures(view: View) -> list:
     """One for each failing pod, sorted by node."""
     failures = []
-    for pod in sorted(view.failing, key=lambda pod: (pod.node, pod.name)):
+    for pod in sorted(view.failing, key=lambda pod: pod.node):
         reason, message = pod.reason, pod.message
         if reason == CRASHED and pod.node in view.rivals:
             reason = "AlreadyAttached"
@@ -1832,7 +1834,7 @@ def load_configuration(path: str | None, context: str | None) -> Configuration:
 def render(stream: Any) -> str:
     """The DaemonSets of the SchedExts in a YAML stream, as YAML."""
     documents = [obj for obj in yaml.safe_load_all(stream) if isinstance(obj, dict)]
-    for obj in documents:  # which grows by the items of each list
+    for obj in list(documents):
         if isinstance(obj.get("items"), list):
             documents += [item for item in obj["items"] if isinstance(item, dict)]
     schedexts = [obj for obj in documents if obj.get("kind") == "SchedExt"]
@@ -1849,8 +1851,9 @@ def go_bool(text: str) -> bool:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    words = __doc__.partition("\n")[0]
-    parser = argparse.ArgumentParser("sked", description=words, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        "sked", description=__doc__.partition("\n")[0], allow_abbrev=False
+    )
     flag = parser.add_argument
     switch = {"nargs": "?", "const": True, "type": go_bool, "metavar": "BOOL"}
     flag("--kubeconfig", metavar="FILE", help="default: $KUBECONFIG, the pod's own, ~/.kube/config")
@@ -1944,11 +1947,14 @@ def run(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> str | None:
     """Returns what went wrong, in one line."""
     args = parse(argv)
-    style, times = "%(asctime)sZ %(levelname)-7s %(message)s", "%Y-%m-%dT%H:%M:%S"
     logging.Formatter.converter = time.gmtime
     urllib3.disable_warnings()  # of a kubeconfig that says insecure-skip-tls-verify
     try:
-        logging.basicConfig(level=args.log_level.upper(), format=style, datefmt=times)
+        logging.basicConfig(
+            level=args.log_level.upper(),
+            format="%(asctime)sZ %(levelname)-7s %(message)s",
+            datefmt="%Y-%m-%dT%H:%M:%S",
+        )
         if args.render:
             with open(0 if args.render == "-" else args.render) as stream:
                 print(render(stream), end="")
