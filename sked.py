@@ -68,14 +68,14 @@ __version__ = "1.2.0"
 Key = tuple[str, str]
 Selector = frozenset  # of pairs
 
-GATHER_SECONDS = 1.0  # changes are collected for this long; a status is written at most this often
+GATHER_SECONDS = 1.0  # changes are collected for this long, and so long a status waits for the next
 BLOCKED_SECONDS = 60.0  # before another look at what somebody else has to change
 
 log = logging.getLogger("sked")
 
 
 def backoff(failures: int, most: float) -> float:
-    """Seconds to wait after so many failures in a row: about 1, 2, 4, ...; half after none."""
+    """Seconds to wait after so many failures in a row: about 1, 2, 4, ..., or half if none."""
     return min(most, 2.0 ** min(failures - 1, 20)) * random.uniform(0.75, 1.0)
 
 
@@ -259,7 +259,7 @@ def client_tls(configuration: Configuration) -> ssl.SSLContext:
 # ---------------------------------------------------------------- watching
 
 OURS = {"managed-by": "sked-controller"}  # the label of every DaemonSet and pod that sked makes
-RECONNECT_SECONDS = 8.0  # at most: we are back within 10 s of the API server's return
+RECONNECT_SECONDS = 8.0  # at most: we watch again within 10 s of the API server's return
 PAGE_ITEMS = 100  # of a list
 
 
@@ -303,7 +303,7 @@ class Reflector(dict):
             try:
                 version = self.follow(since or self.fill())
             except ApiError as error:
-                if error.status not in (404, 410):  # of a watch: these only mean to list again
+                if error.status not in (404, 410):  # too old, a watch or a page: list again
                     self.operator.fault(self.name, str(error))
             except Exception:
                 log.exception("%s: bug in the watch loop", self.name)
@@ -347,10 +347,10 @@ class Reflector(dict):
             if event:
                 last = self.handle(event)
             else:
-                failures, self.failures = self.failures, 0
+                failures, self.failures = self.failures, 0  # count afresh, unless it brings nothing
                 self.operator.recovered(self.name)
         if not last:
-            self.failures = failures  # an empty watch is no success
+            self.failures = failures
         return last
 
     def handle(self, event: dict) -> str:
@@ -391,9 +391,6 @@ class SchedExts(Reflector):
     def group_of(self, schedext: dict) -> Selector:
         return selector_of(schedext)
 
-    def selectors(self) -> list[Selector]:
-        return list(self.groups)
-
     def changed(self, old: dict | None, new: dict | None) -> None:
         """Queue the SchedExt and, if its selector is new or gone, those that yield to it."""
         self.operator.queue.add(key_of(new or old))
@@ -403,7 +400,7 @@ class SchedExts(Reflector):
         # The losers leave a new winner's nodes at once, so that it finds the kernel free. They wait
         # a moment before they return to the nodes of one that left, because its pods have to end.
         after = 0.0 if new else GATHER_SECONDS
-        for loser in self.selectors():
+        for loser in list(self.groups):
             if any(loser < selector for selector in before ^ since):
                 for schedext in self.select(loser):
                     self.operator.queue.add(key_of(schedext), after)
@@ -517,7 +514,10 @@ def pod_problem(meta: dict, status: dict, containers: dict) -> Problem:
     died = last_end(probe)
     if reason == CRASHED and died.get("exitCode") == 1:  # it says that no scheduler is attached
         return "NotAttached", f"{last_words(died) or 'no scheduler is attached'}; see '{logs}'"
-    return reason, reason and f"the probe does not run (its image needs sh and grep): {message}"
+    return (
+        reason,
+        reason and f"the probe does not run (does its image have sh and grep?): {message}",
+    )
 
 
 def outlived(scx: dict, probe: dict) -> bool:
@@ -581,7 +581,7 @@ class WorkQueue:
                 self.condition.notify()
 
     def get(self, timeout: float) -> Key | None:
-        """A key that is due. None if there is none: then it has waited for a change."""
+        """A key that is due. If none is, wait for a change or the timeout, and return None."""
         with self.condition:
             now = monotonic()
             wait = timeout
@@ -642,7 +642,7 @@ WORKERS = 4  # enough to hide the API server's latency
 STUCK_SECONDS = 360.0  # a thread that shows no sign of life for this long is stuck
 CATCH_UP_SECONDS = 60.0  # at most, until the watch shows what we wrote
 FINISH_SECONDS = 0.8  # for the work under way when we are told to stop
-EVENT_SECONDS = 2.0  # an event may hold up a worker for this long
+EVENT_SECONDS = 0.9  # an event may hold up a worker for this long, and no status
 PATIENCE = 4  # after more failures in a row, the status reports even what may be transient
 DESIRED = "desiredNumberScheduled"  # counts of a DaemonSet: nodes that should have a pod,
 CURRENT = "currentNumberScheduled"  # those of them that have one,
@@ -664,10 +664,10 @@ class History:
     def __init__(self) -> None:
         self.wrote_at = -inf  # the DaemonSet or the status
         self.applied_at = -inf  # the DaemonSet
-        self.uid, self.generation = "", 0  # that it had then
+        self.uid, self.generation = "", 0  # of the DaemonSet, after that write
         self.wanted = 0  # a hash of the DaemonSet that we want
         self.is_applied = False  # whether the DaemonSet has been as we want it
-        self.repairs = {}  # by the fields: how often in a row since then, and when to do it again
+        self.repairs = {}  # by what was repaired: how often in a row, and when the next one may be
         self.templates = {}  # by a hash of each: the revision of its pods, as a set
         self.counts = ()  # of the DaemonSet's pods
         self.counts_since = -inf
@@ -714,7 +714,7 @@ class History:
         repairs, not_before = self.repairs.get(what, (0, inf))
         if self.wrote_at > not_before + BLOCKED_SECONDS:
             repairs = 0
-        repairs += self.is_applied
+        repairs += self.is_applied  # else it is no repair: we want something new
         self.repairs[what] = repairs, self.wrote_at + backoff(repairs, RETRY_SECONDS)
         self.is_applied = True
         return repairs
@@ -737,7 +737,7 @@ class History:
         template = hash(json.dumps(daemonset["spec"]["template"]))
         revisions = {pod.revision for pod in pods}
         new = {pod.revision for pod in made_from(daemonset, pods)}
-        if new or is_complete and not self.templates:
+        if new or is_complete and not self.templates:  # learn from new pods, or at the first look
             self.templates[template] = new or revisions
         return is_complete and len(revisions) == 1 and self.templates.get(template) == revisions
 
@@ -809,7 +809,7 @@ class Operator:
     def recovered(self, who: str) -> None:
         """When the last fault is over, everything that failed is tried again at once.
 
-        With leader election, an outage of over 10 s ends otherwise: the leader exits.
+        With leader election this is for short outages only: after 10 s the leader exits.
         """
         with self.lock:
             if self.faults.pop(who, None) and not self.faults:
@@ -865,6 +865,7 @@ class Operator:
         view = self.look(key, schedext, daemonset or NO_DAEMONSET)
         status = build_status(view, blocked, timestamp())
         if status != schedext["status"]:
+            # After a write in apply that is a second, so the status is left to the next pass.
             early = self.histories[key].status_due_in()
             if early > 0:
                 return early
@@ -874,12 +875,13 @@ class Operator:
     def apply(self, key: Key, schedext: dict) -> dict:
         """The DaemonSet, created or patched if it was not as wanted. Raises Blocked if not now."""
         history = self.histories[key]
-        want = owned_fields(schedext, self.schedexts.selectors())
+        want = owned_fields(schedext, list(self.schedexts.groups))  # by selector
         have = self.find(key, schedext)
         if have:
             check_control(schedext, have)
             history.check_is_current(have)
-            want = park(want, have, self.pods.select(have["metadata"]["uid"]))  # to be parked?
+            # from here on, want may be the parked form
+            want = park(want, have, self.pods.select(have["metadata"]["uid"]))
         changes = {}
         target = as_wanted(have, want, changes)
         history.note_wanted(want, is_applied=not changes)
@@ -888,7 +890,9 @@ class Operator:
         what = f"{', '.join(changes)} of the DaemonSet" if have else "the DaemonSet"
         history.check_pace(what)
         if have:
-            answer = self.write("PATCH", path_to(DAEMONSETS, *key), merge_patch(have, target))
+            guard = "resourceVersion" if "metadata." in what else "uid"
+            patch = merge_patch(have, target, guard)
+            answer = self.write("PATCH", path_to(DAEMONSETS, *key), patch)
         else:
             answer = self.write("POST", path_to(DAEMONSETS, key[0]), target)
         repairs = history.wrote_daemonset(answer, what)
@@ -903,8 +907,8 @@ class Operator:
     def find(self, key: Key, schedext: dict) -> dict:
         """The DaemonSet, or {} if there is none.
 
-        After a failure the cache is not to be trusted. Nor if there once was a DaemonSet: it may
-        only lack our label, or the SchedExt may be gone, too.
+        Usually the cache knows. Ask the API server after a failure, and if a DaemonSet that there
+        once was is missing: it may only have lost our label, or the SchedExt may be gone as well.
         """
         found = self.daemonsets.get(key)
         is_new = not schedext["status"] and not self.histories[key].is_applied
@@ -917,7 +921,7 @@ class Operator:
         return found or {}
 
     def look(self, key: Key, schedext: dict, daemonset: dict) -> View:
-        """A snapshot of a SchedExt, its DaemonSet and its pods."""
+        """A snapshot of a SchedExt, its DaemonSet and its pods, for build_status."""
         now = monotonic()
         if controller_of(daemonset).get("uid") != schedext["metadata"]["uid"]:
             daemonset = NO_DAEMONSET
@@ -965,10 +969,10 @@ class Operator:
 
     def send_event(self, schedext: dict, reason: str, message: str) -> None:
         """Send a Warning. If that fails, never mind: the log and the status say much the same."""
-        path = path_to(EVENTS, schedext["metadata"]["namespace"])
+        namespace, _ = key_of(schedext)
         event = build_event(schedext, reason, message, timestamp())
         with suppress(ApiError):
-            self.write("POST", path, event, EVENT_SECONDS)
+            self.write("POST", path_to(EVENTS, namespace), event, EVENT_SECONDS)
 
     def write(self, method: str, path: str, body: dict, timeout: float = REQUEST_SECONDS) -> dict:
         """The answer to a write. A leader that has lost its lease exits instead."""
@@ -1181,8 +1185,8 @@ LATEST = re.compile(r"(.*/)?[^/:@]+(:latest(@.*)?)?")  # an image whose tag is l
 def as_wanted(have: dict, want: dict, changes: dict, path: str = "") -> dict:
     """What is there, with the fields that sked owns as wanted.
 
-    All others stay, and so does a value that means the same. What differs goes into changes: by its
-    path, the wanted value in plain spelling. park and fingerprint call it only for that.
+    All others stay, and so does a value that means the same. It also fills in changes: each path
+    that differs, with the wanted value as plain() spells it. park and fingerprint need only that.
     """
     fields = dict(have)
     for name, mine in want.items():
@@ -1224,17 +1228,20 @@ def plain(path: str, value: Any) -> Any:
     return None if value in BLANK or value == DEFAULTS.get(path) else value
 
 
-def merge_patch(have: dict, target: dict) -> dict:
+def merge_patch(have: dict, target: dict, guard: str = "resourceVersion") -> dict:
     """The JSON merge patch that turns have into target: null removes a field.
 
-    It carries the resourceVersion, so it fails with 409 if somebody has changed the object since.
+    It always carries the guard, and is refused if that is no longer so. The resourceVersion guards
+    against any change since we looked, for lists that we share and for parking. It would often fail
+    while the DaemonSet's status changes, so a plain repair has the uid: another one may have taken
+    the name.
     """
     patch = {}
     for name in have | target:
         theirs, mine = have.get(name), target.get(name)
         if isinstance(theirs, dict) and isinstance(mine, dict):
-            theirs, mine = {}, merge_patch(theirs, mine)
-        if mine != theirs or name == "resourceVersion":
+            theirs, mine = {}, merge_patch(theirs, mine, guard)
+        if mine != theirs or name == guard:
             patch[name] = mine
     return patch
 
@@ -1303,7 +1310,7 @@ def park(want: dict, have: dict, pods: list[Pod]) -> dict:
     news = {path for path in changes if path.startswith("spec.template.")}
     moves_only = news <= PLACEMENT
     if parked_as(have):
-        # somebody else changed the template, and a pod was made from it before we could undo that
+        # Somebody else changed the template, and a pod was made from it before we could undo that.
         is_spoilt = not moves_only and made_from(have, pods)
         parks = parked_as(have) == fingerprint(want, have) and not is_spoilt
     else:
@@ -1478,7 +1485,7 @@ def ready_reason(view: View, nodes: dict, failures: list) -> Problem:
     if not desired:
         pairs = ",".join("=".join(pair) for pair in sorted(selector_of(view.schedext)))
         hint = f"'kubectl get nodes --selector={pairs}' lists those with its labels"
-        return "NoNodes", f"no node is left: {hint}; check their taints, and other SchedExts"
+        return "NoNodes", f"no node to run on: {hint}; check their taints, and other SchedExts"
     if nodes["failing"]:
         return "NodesFailing", failing_message(view, nodes, failures)
     if nodes["ready"] >= desired and (view.is_updated or parked_as(view.daemonset)):
@@ -1504,14 +1511,14 @@ def failing_message(view: View, nodes: dict, failures: list) -> str:
 def rolling_message(view: View, nodes: dict) -> str:
     namespace, name = key_of(view.schedext)
     message = "ready on {ready} of {desired} nodes, updated on {updated}".format(**nodes)
-    strategy = view.daemonset["spec"].get("updateStrategy", {}).get("type")
+    strategy = view.daemonset["spec"].get("updateStrategy", {})
     if number(view.daemonset, UPDATED) >= nodes["desired"] and not view.is_updated:
-        message += "; waiting for the old pods to go"
+        message += "; waiting until only new pods are left"
     elif any(wait > 0 for wait in view.waits):
         message += f"; waiting for the pods to stay up for {view.settle:.0f} s"
-    elif strategy == "OnDelete" and nodes["updated"] < number(view.daemonset, CURRENT):
-        command = f"kubectl delete pod -n {namespace} -l name={name}"
-        message += f"; updateStrategy is OnDelete: delete the old pods with '{command}'"
+    elif strategy.get("type") == "OnDelete" and nodes["updated"] < number(view.daemonset, CURRENT):
+        message += "; updateStrategy is OnDelete: delete the old pods with "
+        message += f"'kubectl delete pod -n {namespace} -l name={name}'"
     return message
 
 
@@ -1537,7 +1544,7 @@ RENEW_DEADLINE_SECONDS = 10.0  # a leader that has not renewed for this long exi
 
 
 class Elector:
-    """Holds the Lease. Somebody else's has expired if it did not change for as long as it lasts."""
+    """Holds the Lease. Somebody else's has expired if it has not changed for its duration."""
 
     def __init__(self, api: Api, namespace: str) -> None:
         self.api = api
@@ -1603,7 +1610,7 @@ class Elector:
         self.renewed = asked
 
     def put(self, spec: dict, timeout: float) -> None:
-        """PUT also creates a Lease; its resourceVersion makes it a compare-and-swap."""
+        """PUT also creates the Lease. If there is one, its resourceVersion makes it a CAS."""
         self.lease = self.api.request("PUT", self.path, self.lease | {"spec": spec}, timeout)
 
 
@@ -1723,7 +1730,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     timeout = 5
 
     def do_GET(self) -> None:
-        page = self.server.pages.get(self.path.partition("?")[0], lambda *_: (404, "not found"))
+        page = self.server.pages.get(self.path, lambda *_: (404, "not found"))
         status, text = page(self.server.operator, self.headers.get("Authorization", ""))
         self.send_response(status)
         self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
@@ -1811,7 +1818,7 @@ STOP_SECONDS = 1.8  # from SIGTERM to our end, whatever is under way
 
 
 def load_configuration(path: str | None, context: str | None) -> Configuration:
-    """The flag, else $KUBECONFIG, else the pod's own, else ~/.kube/config."""
+    """The flag, else $KUBECONFIG, else the pod's own (unless --context), else ~/.kube/config."""
     configuration = Configuration()
     path = path or os.environ.get("KUBECONFIG")
     if not (path or context) and "KUBERNETES_SERVICE_HOST" in os.environ:
@@ -1936,8 +1943,8 @@ def run(args: argparse.Namespace) -> None:
     gc.freeze()  # what is loaded by now is never garbage: that saves 10 % of CPU
     where = args.namespace or "all namespaces"
     log.info("sked %s: watching SchedExts in %s at %s", __version__, where, api.host)
-    runs = functools.partial(elector.run, operator) if elector else operator.run
-    runner = spawn(runs, "runner")
+    task = functools.partial(elector.run, operator) if elector else operator.run
+    runner = spawn(task, "runner")
     signal.sigwait(signals)
     operator.stop.set()
     runner.join(STOP_SECONDS)

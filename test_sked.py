@@ -2616,9 +2616,10 @@ def test_a_patch_never_hits_a_new_daemonset_of_the_same_name(world, server):
     server.delete("daemonsets", world.ns, "x")
     theirs = server.create(unlabelled_daemonset("x", world.ns))
     world.edit(sched=LAVD)
-    world.expect("NameTaken")
+    world.expect("Rejected")
     assert world.made() == theirs
     silence.clear()
+    world.expect("NameTaken")
 
 
 @pytest.mark.parametrize(
@@ -3534,7 +3535,7 @@ def test_a_long_termination_message_keeps_its_end():
     - *up
     - {state: {waiting: {reason: ErrImagePull, message: not found}}}
     - ErrImagePull
-    - "the probe does not run (its image needs sh and grep): not found"
+    - "the probe does not run (does its image have sh and grep?): not found"
     the kubelet lost both containers and their times:
     - ready: true
       restartCount: 1
@@ -3549,8 +3550,8 @@ def test_a_long_termination_message_keeps_its_end():
       restartCount: 1
       state: {terminated: {exitCode: 128, reason: StartError, finishedAt: 1, message: no sh in it}}
     - CrashLoopBackOff
-    - "the probe does not run (its image needs sh and grep): exit code 128 (StartError), 1 restart:
-       no sh in it; see 'kubectl logs -n tools p -c probe --previous'"
+    - "the probe does not run (does its image have sh and grep?): exit code 128 (StartError),
+       1 restart: no sh in it; see 'kubectl logs -n tools p -c probe --previous'"
     """),
 )
 def test_the_probe_reports_not_attached_unless_the_scheduler_itself_failed(
@@ -3641,15 +3642,15 @@ def status_of(pods: list[str], spec: dict, changes: dict, **status: Any) -> dict
     - {}
     - {status: {desiredNumberScheduled: 0}}
     - NoNodes
-    - "no node is left: 'kubectl get nodes --selector=' lists those with its labels; check their
+    - "no node to run on: 'kubectl get nodes --selector=' lists those with its labels; check their
        taints, and other SchedExts"
     no nodes match the nodeSelector:
     - []
     - {nodeSelector: {pool: latency, a: ""}}
     - {status: {desiredNumberScheduled: 0}}
     - NoNodes
-    - "no node is left: 'kubectl get nodes --selector=a=,pool=latency' lists those with its labels;
-       check their taints, and other SchedExts"
+    - "no node to run on: 'kubectl get nodes --selector=a=,pool=latency' lists those with its
+       labels; check their taints, and other SchedExts"
     all ready: [[settled, settled], {}, {}, AllReady, running on 2 of 2 nodes]
     one has just started:
     - [settled, young]
@@ -3683,7 +3684,7 @@ def status_of(pods: list[str], spec: dict, changes: dict, **status: Any) -> dict
     - {status: {numberMisscheduled: 1}}
     - RollingOut
     - ready on 1 of 2 nodes, updated on 2; waiting for the pods to stay up for 10 s
-    the pods say one is old: [[settled, older], {}, {}, RollingOut, waiting for the old pods to go]
+    the pods say one is old: [[settled, older], {}, {}, RollingOut, until only new pods are left]
     the user's strategy is OnDelete and a new node has no pod yet:
     - [settled]
     - {updateStrategy: {type: OnDelete}}
@@ -4214,7 +4215,7 @@ def test_a_hanging_pod_watch_does_not_make_a_rollout_ready(world, server, fleet)
     silence = cut_off(server, "pods")
     world.edit(sched=LAVD)
     eventually(lambda: set(running(fleet).values()) == {LAVD})
-    words = "RollingOut: ready on 3 of 3 nodes, updated on 3; waiting for the old pods to go"
+    words = "RollingOut: ready on 3 of 3 nodes, updated on 3; waiting until only new pods are left"
     eventually(lambda: words in str(world.messages()))
     assert world.messages()[-1].startswith("RollingOut")
     silence.clear()
