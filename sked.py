@@ -6,7 +6,8 @@
 The operator is in the middle of this file: pods, reconcile, the DaemonSet, what differs, placement,
 status. Around it is what controller-runtime gives a Go operator: the API client, watching, the
 queue, the lease, metrics. That part is written by hand because the kubernetes package's own costs
-up to 30 MiB, rejects fields it does not know, and loses errors of watches and leases.
+up to 30 MiB, rejects fields it does not know, and loses errors of watches and leases. Only its
+configuration and its connection pool are used.
 
 Throughout this file:
     schedext   a SchedExt, as the plain dict that the API returns
