@@ -1731,7 +1731,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     timeout = 5
 
     def do_GET(self) -> None:
-        page = self.server.pages.get(self.path, lambda *_: (404, "not found"))
+        page = self.server.pages.get(self.path.partition("?")[0], lambda *_: (404, "not found"))
         status, text = page(self.server.operator, self.headers.get("Authorization", ""))
         self.send_response(status)
         self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
@@ -1942,10 +1942,13 @@ def run(args: argparse.Namespace) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # in all threads: sigwait takes them
     serve(args, operator)
     gc.freeze()  # what is loaded by now is never garbage: that saves 10 % of CPU
-    where = args.namespace or "all namespaces"
-    log.info("sked %s: watching SchedExts in %s at %s", __version__, where, api.host)
-    task = functools.partial(elector.run, operator) if elector else operator.run
-    runner = spawn(task, "runner")
+    log.info(
+        "sked %s: watching SchedExts in %s at %s",
+        __version__,
+        args.namespace or "all namespaces",
+        api.host,
+    )
+    runner = spawn(functools.partial(elector.run, operator) if elector else operator.run, "runner")
     signal.sigwait(signals)
     operator.stop.set()
     runner.join(STOP_SECONDS)
