@@ -4230,7 +4230,7 @@ def test_a_lost_answer_and_a_hanging_watch_do_not_make_an_edit_ready(world, serv
     world.edit(sched=LAVD)
     world.expect("RollingOut")
     silence.clear()
-    assert "OnDelete" in world.expect("RollingOut")["message"]
+    eventually(lambda: "OnDelete" in world.expect("RollingOut")["message"])
     ready = [dig(obj, READY) for obj in world.history()]
     assert {c["reason"] for c in ready if c["observedGeneration"] == 3} == {"RollingOut"}
 
