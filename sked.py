@@ -3,19 +3,21 @@
     API server --watch--> Reflector --key--> WorkQueue --> worker --> reconcile
     reconcile: build_daemonset -> create or patch -> build_status -> patch the status
 
-The operator is in the middle of this file: pods, reconcile, the DaemonSet, what differs, placement,
-status. Around it is what controller-runtime gives a Go operator: the API client, watching, the
-queue, the lease, metrics. That part is written by hand because the kubernetes package's own costs
-up to 30 MiB, rejects fields it does not know, and loses errors of watches and leases. Only its
-configuration and its connection pool are used.
+The operator itself is six sections: pods, reconcile, the DaemonSet, what differs, placement,
+status. The others are what controller-runtime gives a Go operator: the API client, watching, the
+queue, the lease, metrics. They are written by hand because the kubernetes package's own client
+costs up to 30 MiB, rejects fields it does not know, and loses errors of watches and leases. Only
+its configuration and its connection pool are used.
 
 Throughout this file:
     schedext   a SchedExt, as the plain dict that the API returns
     daemonset  a DaemonSet, likewise
     pod        the few facts that sked keeps about a scheduler's pod
     key        (namespace, name) of a SchedExt, and so of its DaemonSet
-    selector   the pairs of a nodeSelector, as a set. If one contains another, the larger wins
-    parked     a DaemonSet that only moved to other nodes, so its pods need not restart
+    selector   the pairs of a nodeSelector, as a set. A superset of another one is more specific,
+               and wins the nodes that both select
+    parked     said of a DaemonSet that has only been given other nodes: its strategy is OnDelete
+               for now, so that the pods on the nodes it keeps do not restart
 
 Three rules keep it simple:
     Only keys travel through the queue. reconcile reads the caches and never asks what woke it.
@@ -69,14 +71,14 @@ __version__ = "1.2.0"
 Key = tuple[str, str]
 Selector = frozenset  # of pairs
 
-GATHER_SECONDS = 1.0  # changes are collected for this long, and so long a status waits for the next
-BLOCKED_SECONDS = 60.0  # before another look at what somebody else has to change
+GATHER_SECONDS = 1.0  # changes are batched for this long before a status is written
+BLOCKED_SECONDS = 60.0  # until we look again at what only others can fix
 
 log = logging.getLogger("sked")
 
 
 def backoff(failures: int, most: float) -> float:
-    """Seconds to wait after so many failures in a row: about 1, 2, 4, ..., or half if none."""
+    """Seconds to wait after this many failures in a row: about 1, 2, 4, ..., or half if none."""
     return min(most, 2.0 ** min(failures - 1, 20)) * random.uniform(0.75, 1.0)
 
 
@@ -171,7 +173,7 @@ class Api:
                 return {"Authorization": setting["value"]}
             if self.host.startswith("https:") and not self.configuration.cert_file:
                 self.must_connect = True
-                raise ValueError("the kubeconfig gives no credentials; is its plugin failing?")
+                raise ValueError("the kubeconfig gives no credentials: its plugin may be failing")
             return {}
 
     def get(self, path: str, timeout: float = REQUEST_SECONDS) -> dict | None:
@@ -214,7 +216,7 @@ class Api:
         kind = "merge-patch+json" if method == "PATCH" else "json"
         headers = {"Content-Type": f"application/{kind}", "User-Agent": f"sked/{__version__}"}
         try:
-            headers |= self.authorization()  # which may connect again
+            headers |= self.authorization()  # first: it may replace the manager
             response = self.manager.urlopen(
                 method,
                 f"{self.host}{path}?{urlencode(query)}",
@@ -233,8 +235,9 @@ class Api:
             METRICS.requested(method, 0)
             if isinstance(error, SSLError):
                 self.must_connect = True
-            cause = str(error).partition(" (")[0]  # not how many seconds it waited
-            raise ApiError(0, f"no usable answer from the API server: {cause}") from error
+            # without the details that vary, so that the same fault is logged once
+            cause = str(error).partition(" (")[0].rstrip(".")
+            raise ApiError(0, f"cannot talk to the API server: {cause}") from error
 
     def refusal(self, response: urllib3.BaseHTTPResponse) -> ApiError:
         if response.status == 401:
@@ -246,7 +249,8 @@ class Api:
 
 
 def client_tls(configuration: Configuration) -> ssl.SSLContext:
-    """One context for all connections: loading the certificates for each one crashes Python."""
+    """One context for all connections. urllib3 would load the certificates into it again for each
+    of them, and Python crashes when several threads do that at once."""
     context = ssl.create_default_context(cafile=configuration.ssl_ca_cert)
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # it refuses some hosted clusters
     if not configuration.verify_ssl:
@@ -261,7 +265,7 @@ def client_tls(configuration: Configuration) -> ssl.SSLContext:
 
 OURS = {"managed-by": "sked-controller"}  # the label of every DaemonSet and pod that sked makes
 RECONNECT_SECONDS = 8.0  # at most: we watch again within 10 s of the API server's return
-PAGE_ITEMS = 100  # of a list
+PAGE_ITEMS = 100  # in each page of a list
 
 
 class Reflector(dict):
@@ -300,11 +304,11 @@ class Reflector(dict):
         version = ""
         while not self.operator.stop.is_set():
             since, version = version, ""  # after a failure, list again
-            self.failures += 1  # until the watch opens
+            self.failures += 1  # until the watch brings something
             try:
                 version = self.follow(since or self.fill())
             except ApiError as error:
-                if error.status not in (404, 410):  # too old, a watch or a page: list again
+                if error.status not in (404, 410):  # gone or too old: the next list will tell
                     self.operator.fault(self.name, str(error))
             except Exception:
                 log.exception("%s: bug in the watch loop", self.name)
@@ -323,7 +327,7 @@ class Reflector(dict):
             except ApiError as error:
                 if error.status != 404:
                     raise
-                self.store(dict.fromkeys(self))  # the CRD is gone, and all SchedExts with it
+                self.store(dict.fromkeys(self))  # without the CRD there are no SchedExts
                 raise ApiError(
                     0,
                     f"the API server has no {self.name}: "
@@ -347,11 +351,9 @@ class Reflector(dict):
             self.operator.beat()
             if event:
                 last = self.handle(event)
+                self.failures = 0
             else:
-                failures, self.failures = self.failures, 0  # count afresh, unless it brings nothing
                 self.operator.recovered(self.name)
-        if not last:
-            self.failures = failures
         return last
 
     def handle(self, event: dict) -> str:
@@ -395,24 +397,24 @@ class SchedExts(Reflector):
     def changed(self, old: dict | None, new: dict | None) -> None:
         """Queue the SchedExt and, if its selector is new or gone, those that yield to it."""
         self.operator.queue.add(key_of(new or old))
-        before, since = ({selector_of(item)} if item else set() for item in (old, new))
-        if before == since or not self.filled.is_set():
+        was, is_now = ({selector_of(item)} if item else set() for item in (old, new))
+        if was == is_now or not self.filled.is_set():
             return  # nobody else is concerned, or the first list queues everybody
         # The losers leave a new winner's nodes at once, so that it finds the kernel free. They wait
-        # a moment before they return to the nodes of one that left, because its pods have to end.
-        after = 0.0 if new else GATHER_SECONDS
+        # a moment before they return to the nodes of one that left: its pods may end by then.
+        delay = 0.0 if new else GATHER_SECONDS
         for loser in list(self.groups):
-            if any(loser < selector for selector in before ^ since):
+            if any(loser < selector for selector in was ^ is_now):
                 for schedext in self.select(loser):
-                    self.operator.queue.add(key_of(schedext), after)
+                    self.operator.queue.add(key_of(schedext), delay)
 
 
 class DaemonSets(Reflector):
     RESOURCE = DAEMONSETS
 
     def changed(self, old: dict | None, new: dict | None) -> None:
-        """Undo an edit at once. Everything else can wait, deletion included: the SchedExt may have
-        been deleted as well, and its watch may not have told us yet."""
+        """Queue its SchedExt: at once after an edit, to undo it soon. Everything else can wait,
+        deletion included: the SchedExt may be gone as well, and its watch may not have said so."""
         is_edit = old and new and old["spec"] != new["spec"]
         self.operator.queue.add(key_of(new or old), 0.0 if is_edit else GATHER_SECONDS)
 
@@ -420,10 +422,10 @@ class DaemonSets(Reflector):
 # ---------------------------------------------------------------- pods
 
 SCX, PROBE = "scx", "probe"  # the containers that sked puts into a pod
-CRASHED = "CrashLoopBackOff"  # the kubelet's reason; here also after a crash, when it is up again
-SETTLE_SECONDS = 10.0  # because a scheduler that cannot attach is Ready for 2 s at every try
+CRASHED = "CrashLoopBackOff"  # the kubelet's reason, also used here when it is up again after that
+SETTLE_SECONDS = 10.0  # to stay up: one that cannot attach looks ready for 2 s at every try
 
-Problem = tuple[str, str]  # reason and message; empty if there is none
+Problem = tuple[str, str]  # reason and message, two empty strings if there is none
 
 
 class Pod(SimpleNamespace):
@@ -436,8 +438,8 @@ class Pod(SimpleNamespace):
         ours = {c["name"]: c for c in statuses if c["name"] in (SCX, PROBE)}
         running = [c["state"].get("running", {}) if c["ready"] else {} for c in ours.values()]
         starts = [state.get("startedAt") for state in running]
-        self.owner = meta["namespace"], owner.get("name", "")  # whom to wake
-        self.daemonset = owner.get("uid", "")
+        self.key = meta["namespace"], owner.get("name", "")  # of its DaemonSet, and so its SchedExt
+        self.daemonset_uid = owner.get("uid", "")
         self.name = meta["name"]
         self.node = spec.get("nodeName") or target_node(spec)
         self.revision = meta["labels"].get("controller-revision-hash")
@@ -468,14 +470,14 @@ class Pods(Reflector):
         try:
             return Pod(obj, old)
         except Exception:  # one that we cannot read must not stop the others
-            log.exception("pods: bug with %s/%s", *key_of(obj))
+            log.exception("pods: bug in reading %s/%s", *key_of(obj))
             return old
 
     def group_of(self, pod: Pod) -> str:
-        return pod.daemonset
+        return pod.daemonset_uid
 
     def changed(self, old: Pod | None, new: Pod | None) -> None:
-        self.operator.queue.add((new or old).owner, GATHER_SECONDS)
+        self.operator.queue.add((new or old).key, GATHER_SECONDS)
 
 
 def up_since(started: str | None, old: Pod | None) -> float:
@@ -509,7 +511,7 @@ def pod_problem(meta: dict, status: dict, containers: dict) -> Problem:
     logs = f"kubectl logs -n {meta['namespace']} {meta['name']}"
     scx, probe = containers.get(SCX, {}), containers.get(PROBE, {})
     reason, message = container_problem(scx, logs)
-    if reason and not outlived(scx, probe):
+    if reason and not had_settled(scx, probe):
         return reason, message
     reason, message = container_problem(probe, f"{logs} -c probe")
     died = last_end(probe)
@@ -517,18 +519,8 @@ def pod_problem(meta: dict, status: dict, containers: dict) -> Problem:
         return "NotAttached", f"{last_words(died) or 'no scheduler is attached'}; see '{logs}'"
     return (
         reason,
-        reason and f"the probe does not run (does its image have sh and grep?): {message}",
+        reason and f"the probe does not run (its image needs sh and grep): {message}",
     )
-
-
-def outlived(scx: dict, probe: dict) -> bool:
-    """Whether the scheduler had been up for a while when the probe ended, so that an earlier crash
-    no longer matters."""
-    started = scx["state"].get("running", {}).get("startedAt")
-    ended = last_end(probe).get("finishedAt")  # null if the kubelet lost the container
-    if not started or not ended:
-        return False
-    return seconds_since(started) > seconds_since(ended) + SETTLE_SECONDS
 
 
 def container_problem(container: dict, logs: str) -> Problem:
@@ -546,6 +538,15 @@ def container_problem(container: dict, logs: str) -> Problem:
     if words := last_words(died):
         message += f": {words}"
     return CRASHED, f"{message}; see '{logs}{' --previous' if restarts else ''}'"
+
+
+def had_settled(scx: dict, probe: dict) -> bool:
+    """Whether scx had stayed up when the probe ended, so that an earlier crash does not matter."""
+    started = scx["state"].get("running", {}).get("startedAt")
+    ended = last_end(probe).get("finishedAt")  # null if the kubelet lost the container
+    if not started or not ended:
+        return False
+    return seconds_since(started) - seconds_since(ended) > SETTLE_SECONDS
 
 
 def last_end(container: dict) -> dict:
@@ -574,7 +575,7 @@ class WorkQueue:
         self.condition = threading.Condition()
 
     def add(self, key: Key, after: float = 0.0) -> None:
-        """Work on a key in so many seconds, or sooner if it is due sooner."""
+        """Work on a key after this many seconds (inf: never), or sooner if it is due sooner."""
         with self.condition:
             when = monotonic() + after
             if when < self.due.get(key, inf) and not self.closed:
@@ -641,9 +642,8 @@ class WorkQueue:
 
 WORKERS = 4  # enough to hide the API server's latency
 STUCK_SECONDS = 360.0  # a thread that shows no sign of life for this long is stuck
-CATCH_UP_SECONDS = 60.0  # at most, until the watch shows what we wrote
 FINISH_SECONDS = 0.8  # for the work under way when we are told to stop
-EVENT_SECONDS = 0.9  # an event may hold up a worker for this long, and no status
+EVENT_SECONDS = 0.9  # for sending an event: less than GATHER_SECONDS, so no status is late
 PATIENCE = 4  # after more failures in a row, the status reports even what may be transient
 DESIRED = "desiredNumberScheduled"  # counts of a DaemonSet: nodes that should have a pod,
 CURRENT = "currentNumberScheduled"  # those of them that have one,
@@ -651,109 +651,12 @@ UPDATED = "updatedNumberScheduled"  # and those that have one of the current tem
 
 
 class Blocked(Exception):
-    """Why the DaemonSet cannot be as it should: reason and message for the status."""
+    """The DaemonSet cannot be put right now: reason and message for the status."""
 
     def __init__(self, reason: str, message: str, look_again: float = BLOCKED_SECONDS) -> None:
         super().__init__(message)
         self.reason = reason
-        self.look_again = look_again  # in so many seconds
-
-
-class History:
-    """What sked did and saw for one SchedExt. It may be lost in a restart."""
-
-    def __init__(self) -> None:
-        self.wrote_at = -inf  # the DaemonSet or the status
-        self.applied_at = -inf  # the DaemonSet
-        self.uid, self.generation = "", 0  # of the DaemonSet, after that write
-        self.wanted = 0  # a hash of the DaemonSet that we want
-        self.is_applied = False  # whether the DaemonSet has been as we want it
-        self.repairs = {}  # by what was repaired: how often in a row, and when the next one may be
-        self.templates = {}  # by a hash of each: the revision of its pods, as a set
-        self.counts = ()  # of the DaemonSet's pods
-        self.counts_since = -inf
-
-    def check_is_current(self, daemonset: dict) -> None:
-        """Raise Blocked while the watch has not caught up with our own last write.
-
-        After a minute we believe it: a cluster restored from a backup has older generations.
-        """
-        meta, is_recent = daemonset["metadata"], monotonic() < self.applied_at + CATCH_UP_SECONDS
-        if is_recent and meta["uid"] == self.uid and meta["generation"] < self.generation:
-            raise Blocked("RollingOut", "waiting for the watch to catch up", GATHER_SECONDS)
-
-    def note_wanted(self, want: dict, is_applied: bool) -> None:
-        """Count the repairs afresh if something else is wanted now."""
-        wanted = hash(json.dumps(want))
-        if wanted != self.wanted:
-            self.wanted = wanted
-            self.is_applied = False
-            self.repairs.clear()
-        self.is_applied = self.is_applied or is_applied
-
-    def check_pace(self, what: str) -> None:
-        """Raise Blocked if it is too soon to put the DaemonSet right again.
-
-        Somebody may want it otherwise for good: a controller, a webhook, a script. So each repair
-        in a row waits longer, until none has been needed for a minute.
-        """
-        repairs, not_before = self.repairs.get(what, (0, 0.0))
-        wait = not_before - monotonic()
-        if wait > 0:
-            raise Blocked(
-                "RollingOut",
-                f"somebody keeps changing {what}; sked has put it right {repairs} times in a row, "
-                "and waits longer each time",
-                wait,
-            )
-
-    def wrote_daemonset(self, daemonset: dict, what: str) -> int:
-        """Note a write. Returns how often in a row it repaired these fields, 0 if they are new."""
-        self.uid = daemonset["metadata"]["uid"]
-        self.generation = daemonset["metadata"]["generation"]
-        self.wrote_at = self.applied_at = monotonic()
-        repairs, not_before = self.repairs.get(what, (0, inf))
-        if self.wrote_at > not_before + BLOCKED_SECONDS:
-            repairs = 0
-        repairs += self.is_applied  # else it is no repair: we want something new
-        self.repairs[what] = repairs, self.wrote_at + backoff(repairs, RETRY_SECONDS)
-        self.is_applied = True
-        return repairs
-
-    def wrote_status(self) -> None:
-        self.wrote_at = monotonic()
-
-    def status_due_in(self) -> float:
-        """Seconds until the status may be written: not within a second of the last write."""
-        return self.wrote_at + GATHER_SECONDS - monotonic()
-
-    def pods_are_current(self, daemonset: dict, pods: list[Pod], is_complete: bool) -> bool:
-        """Whether the pods that we see are those of a roll-out that is complete by the counts.
-
-        The DaemonSet comes from another watch than the pods, which may lag behind it. A pod made
-        from the current template tells which revision belongs to that template. After a rollback
-        there may be none, because the old pods may stay; then it is remembered from before. If
-        nothing is, after a restart of sked, we believe what we see.
-        """
-        template = hash(json.dumps(daemonset["spec"]["template"]))
-        revisions = {pod.revision for pod in pods}
-        new = {pod.revision for pod in made_from(daemonset, pods)}
-        if new or is_complete and not self.templates:  # learn from new pods, or at the first look
-            self.templates[template] = new or revisions
-        return is_complete and len(revisions) == 1 and self.templates.get(template) == revisions
-
-    def steady_seconds(self, counts: tuple, was_failing: bool) -> float:
-        """How long the counts have been the same.
-
-        Infinite at the first look if the status says NodesFailing already: a restart of sked does
-        not hide a failure for 10 s.
-        """
-        now = monotonic()
-        if counts != self.counts:
-            if self.counts or not was_failing:  # at the first look, there are none yet
-                self.counts_since = now
-            self.counts = counts
-        return now - self.counts_since
+        self.look_again = look_again  # after this many seconds
 
 
 class Operator:
@@ -766,7 +669,7 @@ class Operator:
         self.queue = WorkQueue()
         self.histories = defaultdict(History)  # by key
         self.beats = {}  # the last sign of life, by thread
-        self.faults = {}  # of the API server, by who met them
+        self.faults = {}  # of the API server, by the reflector (or lease) that met them
         self.lock = threading.Lock()
         self.schedexts = SchedExts(self, namespace)
         self.daemonsets = DaemonSets(self, namespace)
@@ -808,7 +711,7 @@ class Operator:
             self.faults[who] = message
 
     def recovered(self, who: str) -> None:
-        """When the last fault is over, everything that failed is tried again at once.
+        """Note that somebody reaches the API server again. Once all do, retry at once what failed.
 
         With leader election this is for short outages only: after 10 s the leader exits.
         """
@@ -860,13 +763,13 @@ class Operator:
             blocked = Blocked("Rejected", str(error))
         except ApiError as error:
             is_lasting = error.status in (400, 403, 422) or self.queue.attempts(key) > PATIENCE
-            if not is_lasting or "is being terminated" in str(error):  # the namespace, that is
+            if not is_lasting or "is being terminated" in str(error):  # said of a namespace
                 raise
             blocked = Blocked("Rejected", f"cannot apply the DaemonSet: {str(error)[:1000]}")
         view = self.look(key, schedext, daemonset or NO_DAEMONSET)
         status = build_status(view, blocked, timestamp())
         if status != schedext["status"]:
-            # After a write in apply that is a second, so the status is left to the next pass.
+            # Right after a write in apply this is a second, so the next pass writes the status.
             early = self.histories[key].status_due_in()
             if early > 0:
                 return early
@@ -874,7 +777,10 @@ class Operator:
         return max(GATHER_SECONDS, changes_in(view, blocked))
 
     def apply(self, key: Key, schedext: dict) -> dict:
-        """The DaemonSet, created or patched if it was not as wanted. Raises Blocked if not now."""
+        """The DaemonSet, created or patched if it was not as wanted.
+
+        Raises Blocked if it must not be written now.
+        """
         history = self.histories[key]
         want = owned_fields(schedext, list(self.schedexts.groups))  # by selector
         have = self.find(key, schedext)
@@ -884,14 +790,15 @@ class Operator:
             # from here on, want may be the parked form
             want = park(want, have, self.pods.select(have["metadata"]["uid"]))
         changes = {}
-        target = as_wanted(have, want, changes)
+        target = as_wanted(have, want, changes)  # which fills in the changes
         history.note_wanted(want, is_applied=not changes)
         if not changes:
             return have
         what = f"{', '.join(changes)} of the DaemonSet" if have else "the DaemonSet"
         history.check_pace(what)
         if have:
-            guard = "resourceVersion" if "metadata." in what else "uid"
+            is_shared = what.startswith("metadata.")  # whose changes come first
+            guard = "resourceVersion" if is_shared else "uid"
             patch = merge_patch(have, target, guard)
             answer = self.write("PATCH", path_to(DAEMONSETS, *key), patch)
         else:
@@ -908,11 +815,11 @@ class Operator:
     def find(self, key: Key, schedext: dict) -> dict:
         """The DaemonSet, or {} if there is none.
 
-        Usually the cache knows. Ask the API server after a failure, and if a DaemonSet that there
-        once was is missing: it may only have lost our label, or the SchedExt may be gone as well.
+        Usually the cache knows. Ask the API server after a failure, and if a DaemonSet that we made
+        is missing: it may only have lost our label, or the SchedExt may be gone as well.
         """
         found = self.daemonsets.get(key)
-        is_new = not schedext["status"] and not self.histories[key].is_applied
+        is_new = not schedext["status"] and not self.histories[key].was_applied
         if self.queue.attempts(key) or not found and not is_new:
             found = self.api.get(path_to(DAEMONSETS, *key))
             if not found:
@@ -922,7 +829,7 @@ class Operator:
         return found or {}
 
     def look(self, key: Key, schedext: dict, daemonset: dict) -> View:
-        """A snapshot of a SchedExt, its DaemonSet and its pods, for build_status."""
+        """What build_status needs to know. It also tells the history what the counts are now."""
         now = monotonic()
         if controller_of(daemonset).get("uid") != schedext["metadata"]["uid"]:
             daemonset = NO_DAEMONSET
@@ -931,9 +838,9 @@ class Operator:
         failing = [pod for pod in pods if pod.fails(now, settle)]
         nodes = {pod.node for pod in failing}
         rivals = {
-            other.node: "/".join(other.owner)
+            other.node: "/".join(other.key)
             for other in (list(self.pods.values()) if failing else ())
-            if other.node in nodes and other.owner != key
+            if other.node in nodes and other.key != key
             if other.started and not other.fails(now, settle)
         }
         counts = tuple(number(daemonset, which) for which in (DESIRED, CURRENT, UPDATED))
@@ -1020,8 +927,110 @@ def check_control(schedext: dict, daemonset: dict) -> None:
         raise Blocked(
             "NameTaken",
             f"a DaemonSet {name} exists that is not sked's: give this SchedExt another name, or "
-            f"remove that DaemonSet with 'kubectl delete daemonset -n {namespace} {name}'",
+            f"delete that DaemonSet with 'kubectl delete daemonset -n {namespace} {name}'",
         )
+
+
+# ---------------------------------------------------------------- what sked remembers
+
+CATCH_UP_SECONDS = 60.0  # at most, until the watch shows what we wrote
+
+
+class History:
+    """What sked did and saw for one SchedExt. A restart may lose it."""
+
+    def __init__(self) -> None:
+        self.wrote_at = -inf  # when we last wrote the DaemonSet or the status
+        self.applied_at = -inf  # when we last wrote the DaemonSet
+        self.uid, self.generation = "", 0  # of the DaemonSet, after that write
+        self.wanted = 0  # a hash of the DaemonSet that we want
+        self.was_applied = False  # whether the DaemonSet has ever been as we want it now
+        self.repairs = {}  # by what was repaired: how often in a row, and when the next one may be
+        self.templates = {}  # by a hash of each template: the revision of its pods, as a set
+        self.counts = ()  # of the DaemonSet's pods, as last seen
+        self.counts_since = -inf
+
+    def check_is_current(self, daemonset: dict) -> None:
+        """Raise Blocked while the watch has not caught up with our own last write.
+
+        After a minute we believe it: a cluster restored from a backup has older generations.
+        """
+        meta, is_recent = daemonset["metadata"], monotonic() < self.applied_at + CATCH_UP_SECONDS
+        if is_recent and meta["uid"] == self.uid and meta["generation"] < self.generation:
+            raise Blocked("RollingOut", "waiting to see our own last change", GATHER_SECONDS)
+
+    def note_wanted(self, want: dict, is_applied: bool) -> None:
+        """Count the repairs afresh if something else is wanted now."""
+        wanted = hash(json.dumps(want))
+        if wanted != self.wanted:
+            self.wanted = wanted
+            self.was_applied = False
+            self.repairs.clear()
+        self.was_applied |= is_applied
+
+    def check_pace(self, what: str) -> None:
+        """Raise Blocked if it is too soon to put the DaemonSet right again.
+
+        Somebody may want it otherwise for good: a controller, a webhook, a script. So each repair
+        in a row waits longer, until none has been needed for a minute.
+        """
+        repairs, not_before = self.repairs.get(what, (0, 0.0))
+        wait = not_before - monotonic()
+        if wait > 0:
+            raise Blocked(
+                "RollingOut",
+                f"somebody keeps changing {what}; sked has put it right {repairs} times in a row "
+                "and waits longer each time",
+                wait,
+            )
+
+    def wrote_daemonset(self, daemonset: dict, what: str) -> int:
+        """Note a write. Returns how often in a row it repaired these fields, 0 if they are new."""
+        self.uid = daemonset["metadata"]["uid"]
+        self.generation = daemonset["metadata"]["generation"]
+        self.wrote_at = self.applied_at = monotonic()
+        repairs, not_before = self.repairs.get(what, (0, 0.0))
+        if self.wrote_at > not_before + BLOCKED_SECONDS:
+            repairs = 0
+        repairs += self.was_applied  # else we want something new, which is no repair
+        self.repairs[what] = repairs, self.wrote_at + backoff(repairs, RETRY_SECONDS)
+        self.was_applied = True
+        return repairs
+
+    def wrote_status(self) -> None:
+        self.wrote_at = monotonic()
+
+    def status_due_in(self) -> float:
+        """Seconds until the status may be written: not within a second of the last write."""
+        return self.wrote_at + GATHER_SECONDS - monotonic()
+
+    def pods_are_current(self, daemonset: dict, pods: list[Pod], is_complete: bool) -> bool:
+        """Whether a roll-out that is complete by the counts is also complete by the pods we see.
+
+        The counts come from the watch of DaemonSets, and the watch of pods may lag behind it. A pod
+        made from the current template tells which revision that template has. After a rollback
+        there may be no such pod, because pods of that revision stay: then we know it from before.
+        If we know none, because sked was restarted, we believe what we see.
+        """
+        template = hash(json.dumps(daemonset["spec"]["template"]))
+        revisions = {pod.revision for pod in pods}
+        new = {pod.revision for pod in made_from(daemonset, pods)}
+        if new or (is_complete and not self.templates):
+            self.templates[template] = new or revisions
+        return is_complete and len(revisions) == 1 and self.templates.get(template) == revisions
+
+    def steady_seconds(self, counts: tuple, was_failing: bool) -> float:
+        """How long the counts have been the same.
+
+        Infinite at the first look if the status says NodesFailing already: a restart of sked does
+        not hide a failure for 10 s.
+        """
+        now = monotonic()
+        if counts != self.counts:
+            if self.counts or not was_failing:  # at the first look, there are none yet
+                self.counts_since = now
+            self.counts = counts
+        return now - self.counts_since
 
 
 # ---------------------------------------------------------------- the DaemonSet
@@ -1037,7 +1046,8 @@ SHAPES = {
     "hostPaths": (list, "a list of paths"),
 }
 # The probe asks the kernel whether a scheduler is attached. It is ready once one is, and ends when
-# none has been for 8 s (some re-attach on CPU hotplug). Without a trap, PID 1 ignores SIGTERM.
+# none has been for 8 s (some re-attach on CPU hotplug). If none attaches within 30 s, the kubelet
+# ends it by SIGTERM, which PID 1 would ignore without a trap. Null: must not be set.
 PROBE_CONTAINER = yaml.safe_load("""
 name: probe
 command:
@@ -1197,7 +1207,7 @@ def as_wanted(have: dict, want: dict, changes: dict, path: str = "") -> dict:
             continue
         if here == "spec.template.spec.containers":
             there = by_name(theirs)
-            ours = dict.fromkeys(there) | by_name(mine)  # all others must go
+            ours = dict.fromkeys(there) | by_name(mine)  # None removes the others
             fields[name] = list(as_wanted(there, ours, changes, f"{here}.").values())
             continue
         if name == "ownerReferences":  # those of others stay
@@ -1224,18 +1234,18 @@ def plain(path: str, value: Any) -> Any:
         fields = {name: plain(f"{path}.{name}", field) for name, field in value.items()}
         value = {name: field for name, field in fields.items() if field is not None}
     elif path.startswith(AMOUNTS):
-        with suppress(ValueError, ArithmeticError):  # no amount: the API server will refuse it
-            value = ceil(1000 * parse_quantity(str(value)))  # which rewrites 0.5 as 500m
+        with suppress(ValueError, ArithmeticError):  # if it is nonsense, the API server says so
+            value = ceil(1000 * parse_quantity(str(value)))  # 0.5 and 500m are the same
     return None if value in BLANK or value == DEFAULTS.get(path) else value
 
 
 def merge_patch(have: dict, target: dict, guard: str = "resourceVersion") -> dict:
     """The JSON merge patch that turns have into target: null removes a field.
 
-    It always carries the guard, and is refused if that is no longer so. The resourceVersion guards
-    against any change since we looked, for lists that we share and for parking. It would often fail
-    while the DaemonSet's status changes, so a plain repair has the uid: another one may have taken
-    the name.
+    It carries one field that has not changed, the guard, and the API server refuses the patch if
+    that is no longer so. The resourceVersion guards against any change since we looked, for lists
+    that we share and for parking. It would often fail while the DaemonSet's status changes, so a
+    plain repair has the uid, in case another DaemonSet has taken the name.
     """
     patch = {}
     for name in have | target:
@@ -1271,7 +1281,7 @@ def node_affinity(mine: Selector, others: Iterable[Selector]) -> dict | None:
     if not winners:
         return None
     terms = {frozenset()}
-    for winner in sorted(sorted(winners, key=sorted), key=len):
+    for winner in sorted(sorted(winners, key=sorted), key=len):  # small ones keep the terms few
         terms = {term | {pair} for term in terms for pair in winner - mine}
         # a term that contains another one adds nothing
         terms = {term for term in terms if not any(wider < term for wider in terms)}
@@ -1327,8 +1337,8 @@ def park(want: dict, have: dict, pods: list[Pod]) -> dict:
 def is_rolled_out(daemonset: dict, pods: list[Pod]) -> bool:
     """Whether all pods are of the current template, by the counts or by the pods themselves.
 
-    The counts may lag and leave out lost nodes; the watch of pods may hang. Raises Blocked while
-    the DaemonSet controller has not seen the last change.
+    Either will do: the counts may lag and leave out lost nodes, and the watch of pods may hang.
+    Raises Blocked while the DaemonSet controller has not seen the last change.
     """
     if not pods and not number(daemonset, CURRENT):
         return False  # nothing runs that could restart
@@ -1338,7 +1348,7 @@ def is_rolled_out(daemonset: dict, pods: list[Pod]) -> bool:
     if all_updated and not number(daemonset, "numberMisscheduled"):
         return True
     is_one_revision = len({pod.revision for pod in pods}) == 1
-    return is_one_revision and (all_updated or any(made_from(daemonset, pods)))
+    return is_one_revision and (all_updated or bool(made_from(daemonset, pods)))
 
 
 def made_from(daemonset: dict, pods: list[Pod]) -> list[Pod]:
@@ -1389,7 +1399,7 @@ NO_DAEMONSET = {  # never observed, so the status says RollingOut
 
 
 class View(NamedTuple):
-    """One SchedExt and what there is of it, at one moment."""
+    """One SchedExt with its DaemonSet and pods, at one moment."""
 
     schedext: dict
     daemonset: dict
@@ -1449,7 +1459,7 @@ def build_failures(view: View) -> list:
         if reason == CRASHED and pod.node in view.rivals:
             reason = "AlreadyAttached"
             message = (
-                f"the scheduler of SchedExt {view.rivals[pod.node]} runs here, "
+                f"the scheduler of SchedExt {view.rivals[pod.node]} runs on this node, "
                 f"and a kernel attaches one at a time; {message}"
             )
         failures.append(
@@ -1459,7 +1469,7 @@ def build_failures(view: View) -> list:
 
 
 def count_nodes(view: View, failing: int) -> dict:
-    """The DaemonSet says how many nodes there are; pods say who has settled and who fails."""
+    """The DaemonSet says how many nodes there are; the pods, which have settled and which fail."""
     young = sum(wait > 0 for wait in view.waits)
     if view.steady >= SETTLE_SECONDS:
         failing += view.lacking
@@ -1481,11 +1491,11 @@ def ready_reason(view: View, nodes: dict, failures: list) -> Problem:
     if view.schedext["spec"].get("suspend"):
         left = number(view.daemonset, "numberMisscheduled")
         if left:
-            return "RollingOut", f"suspended; pods that have not ended yet: {left}"
+            return "RollingOut", f"suspended; waiting for pods to end: {left}"
         return "Suspended", "runs on no node; set spec.suspend to false to resume"
     if not desired:
         pairs = ",".join("=".join(pair) for pair in sorted(selector_of(view.schedext)))
-        hint = f"'kubectl get nodes --selector={pairs}' lists those with its labels"
+        hint = f"'kubectl get nodes --selector={pairs}' lists the nodes that it selects"
         return "NoNodes", f"no node to run on: {hint}; check their taints, and other SchedExts"
     if nodes["failing"]:
         return "NodesFailing", failing_message(view, nodes, failures)
@@ -1514,7 +1524,7 @@ def rolling_message(view: View, nodes: dict) -> str:
     message = "ready on {ready} of {desired} nodes, updated on {updated}".format(**nodes)
     strategy = view.daemonset["spec"].get("updateStrategy", {})
     if number(view.daemonset, UPDATED) >= nodes["desired"] and not view.is_updated:
-        message += "; waiting until only new pods are left"
+        message += "; waiting for the last old pods to go"
     elif any(wait > 0 for wait in view.waits):
         message += f"; waiting for the pods to stay up for {view.settle:.0f} s"
     elif strategy.get("type") == "OnDelete" and nodes["updated"] < number(view.daemonset, CURRENT):
@@ -1561,7 +1571,7 @@ class Elector:
         return monotonic() < self.renewed + RENEW_DEADLINE_SECONDS
 
     def check(self) -> None:
-        """Exit before a write if we were held up and may have lost the lease."""
+        """Exit if we led and may have lost the lease: we may have been held up."""
         if self.has_led and not self.leads():
             log.critical("the lease is lost: another replica may lead now")
             os._exit(1)
@@ -1620,7 +1630,7 @@ class Elector:
 METRICS_HELP = """\
 controller_runtime_reconcile_total counter Passes over a SchedExt, by result.
 controller_runtime_reconcile_time_seconds histogram Duration of such a pass.
-rest_client_requests_total counter Requests to the API server, by HTTP status (0: none, or cut off).
+rest_client_requests_total counter Requests to the API server, by HTTP status (0: it was cut off).
 workqueue_depth gauge SchedExts that wait for a worker.
 leader_election_master_status gauge 1 if this replica works, 0 if it stands by.
 sked_schedext_nodes gauge Nodes of each SchedExt that is not suspended, by state.
@@ -1726,7 +1736,7 @@ def secure_metrics(operator: Operator, authorization: str) -> Page:
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """GET of the server's pages."""
+    """Answers GET for the server's pages."""
 
     timeout = 5
 
@@ -1760,12 +1770,12 @@ class Server(http.server.ThreadingHTTPServer):
         try:
             super().__init__((host.strip("[]"), int(port)), Handler)
         except (OSError, ValueError, OverflowError) as error:
-            raise ValueError(f"cannot listen at {address!r} (not like :8081?): {error}") from None
+            raise ValueError(f"cannot listen on {address!r} (is it like :8081?): {error}") from None
         spawn(self.serve_forever, address)
 
     def get_request(self) -> tuple:
         connection, address = super().get_request()
-        if self.certificate:  # it may have been renewed; the handler's thread shakes hands
+        if self.certificate:  # loaded again: it may have been renewed
             tls = server_tls(self.certificate)
             connection = tls.wrap_socket(connection, True, do_handshake_on_connect=False)
         return connection, address
@@ -1808,7 +1818,7 @@ def self_signed() -> str:
         subprocess.run(command.split(), check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
         raise ValueError(
-            f"cannot make a certificate: name one with --metrics-cert-dir ({error})"
+            f"cannot make a certificate: give one with --metrics-cert-dir ({error})"
         ) from None
     return directory
 
@@ -1835,7 +1845,9 @@ def load_configuration(path: str | None, context: str | None) -> Configuration:
         if not isinstance(content, dict):
             raise ValueError(f"{file} is not a kubeconfig")
         context = context or content.get("current-context")
-    kubeconfig.load_kube_config(os.pathsep.join(files), context, configuration, False)
+    kubeconfig.load_kube_config(
+        os.pathsep.join(files), context, configuration, False
+    )  # do not rewrite it
     return configuration
 
 
@@ -1865,37 +1877,37 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     flag = parser.add_argument
     switch = {"nargs": "?", "const": True, "type": go_bool, "metavar": "BOOL"}
     flag("--kubeconfig", metavar="FILE", help="default: $KUBECONFIG, the pod's own, ~/.kube/config")
-    flag("--context", help="the context of the kubeconfig to use")
+    flag("--context", help="use this context of the kubeconfig")
     flag("--namespace", default="", help="watch this namespace only")
-    flag("--render", metavar="FILE", help="print the DaemonSets of its SchedExts ('-': stdin)")
+    flag("--render", metavar="FILE", help="print the DaemonSets of its SchedExts (-: stdin)")
     flag("--leader-elect", default=False, help="work only while holding the lease", **switch)
     flag(
         "--leader-election-namespace",
         metavar="NAMESPACE",
-        help="of the lease (default: the pod's own)",
+        help="where the lease is (default: the pod's own)",
     )
     flag(
         "--health-probe-bind-address",
         default=":8081",
         metavar="ADDRESS",
-        help="of /healthz and /readyz, or 0 for none (default: :8081)",
+        help="where to serve /healthz and /readyz; 0: nowhere (default: :8081)",
     )
     flag(
         "--metrics-bind-address",
         default="0",
         metavar="ADDRESS",
-        help="of /metrics, such as :8443, or 0 for none (default: 0)",
+        help="where to serve /metrics, such as :8443; 0: nowhere (default: 0)",
     )
     flag(
         "--metrics-secure",
         default=True,
-        help="metrics over HTTPS, to authorized callers only (default: true)",
+        help="serve /metrics by HTTPS, to authorized callers only (default: true)",
         **switch,
     )
     flag(
         "--metrics-cert-dir",
         metavar="DIR",
-        help="of tls.crt and tls.key for the metrics (default: self-signed)",
+        help="where tls.crt and tls.key for /metrics are (default: self-signed)",
     )
     flag("--enable-http2", default=False, help="for compatibility; must be false", **switch)
     flag("--log-level", default="info", help="debug, info (default), warning or error")
