@@ -1,5 +1,5 @@
 # The image that install.yaml runs:   docker build -t ghcr.io/schedkit/sked:1.2.0 .
-# The base image and all wheels exist for amd64 and arm64:
+# For amd64 and arm64 (the base image and all wheels exist for both):
 #                    docker buildx build --platform linux/amd64,linux/arm64 -t ghcr.io/schedkit/sked:1.2.0 --push .
 FROM python:3.13-slim
 
@@ -8,15 +8,15 @@ LABEL org.opencontainers.image.title="sked" \
       org.opencontainers.image.source="https://github.com/schedkit/sked" \
       org.opencontainers.image.version="1.2.0"
 
-# Only what sked.py needs at run time: as constraints, requirements.txt pins versions but does not install the test tools.
-# No bytecode yet: for kubernetes' API classes alone it would take 44 MB, and sked never loads them. pip has then done its job.
+# Only what sked.py needs at run time: used as constraints, requirements.txt pins versions but does not install the test tools.
+# No bytecode yet: for kubernetes' API classes alone it would take 44 MB, and sked never loads them. pip itself is not needed afterwards.
 COPY requirements.txt /sked/
 RUN pip install --no-cache-dir --no-compile --root-user-action=ignore --disable-pip-version-check \
         --constraint /sked/requirements.txt kubernetes \
  && pip uninstall --yes --root-user-action=ignore pip
 
 # Bytecode for exactly the modules that sked loads. It saves nearly two seconds at every start, because Python cannot write its
-# own on a read-only file system. Unchecked, so that it is valid whatever the files' timestamps.
+# own on a read-only file system. Unchecked, so that it is valid whatever the files' timestamps are.
 # The metrics' self-signed certificate needs the openssl program: if it is missing, fail the build.
 ENV PYTHONPATH=/sked
 COPY sked.py /sked/

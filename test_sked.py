@@ -312,7 +312,7 @@ TEMPLATE_GENERATION = "deprecated.daemonset.template.generation"
 
 
 def count_template(obj: dict, old: dict | None) -> None:
-    """Keeps the annotation that counts changes of the template."""
+    """Maintains the annotation that counts changes to the template."""
     before = int(old["metadata"]["annotations"][TEMPLATE_GENERATION]) if old else 0
     is_new = not old or obj["spec"]["template"] != old["spec"]["template"]
     notes = obj["metadata"].setdefault("annotations", {})
@@ -534,7 +534,7 @@ class ApiServer(Client, contextlib.AbstractContextManager):
     """A Kubernetes API server in memory, on 127.0.0.1, with install.yaml applied.
 
     Its users: "admin" and "other" may do everything, "sked" what install.yaml grants the operator's
-    service account, and "nobody" has no rights. A user's token is its name.
+    service account, and "nobody" has no permissions. A user's token is its name.
     """
 
     def __init__(self, tls: ssl.SSLContext | None = None) -> None:
@@ -775,7 +775,7 @@ class ApiServer(Client, contextlib.AbstractContextManager):
     def do_get(self, request: Request) -> Any:
         obj = self.find(request)
         if request.subresource == "log":
-            return f"{last_words(obj)}\n"
+            return "attached\n" if dig(obj, f"{STATE}.running") else f"{last_words(obj)}\n"
         return make_table(request.kind, [obj], {}) if request.as_table else obj
 
     def do_list(self, request: Request) -> dict:
@@ -1005,7 +1005,7 @@ def subject_name(subject: dict) -> str:
 
 
 def discover(path: str, kinds: list[Resource]) -> dict:
-    """What kubectl asks to find out what is served."""
+    """The answers to kubectl's question what is served."""
     if path in STATIC:
         return STATIC[path]
     if path == "/apis":
@@ -1273,12 +1273,12 @@ def fits(pod: dict, node: dict, effects: tuple[str, ...]) -> bool:
 
 
 def node_of(pod: dict) -> str:
-    """The node of a DaemonSet's pod, which it names before it is bound."""
+    """The node that a DaemonSet's pod is meant for, even before it is bound."""
     return dig(pod["spec"], f"{TERMS}[0].matchFields[0].values[0]")
 
 
 def ready_since(pod: dict) -> str | None:
-    """Since when a pod is ready; None if it is not, or is being deleted."""
+    """When a pod became ready; None if it is not, or is being deleted."""
     ready = dig(pod, READY) or {}
     if ready.get("status") != "True" or "deletionTimestamp" in pod["metadata"]:
         return None
@@ -1445,7 +1445,7 @@ class Kubelets:
     # -- the life of a pod
 
     def since(self, pod: dict, what: str) -> float:
-        """Seconds since this was first seen of a pod."""
+        """Seconds since this was first seen for a pod."""
         first = self.first_seen.setdefault((pod["metadata"]["uid"], what), time.monotonic())
         return time.monotonic() - first
 
@@ -1586,7 +1586,7 @@ class Cluster(Client):
         return False
 
     def operator_kubeconfig(self, folder: Path) -> Path:
-        """A kubeconfig with the rights of the operator's service account."""
+        """A kubeconfig with the permissions of the operator's service account."""
         if self.server:
             return self.server.kubeconfig("sked")
         for obj in installed():
@@ -1930,7 +1930,7 @@ class World:
         self.operator = None
 
     def start(self, namespace: str = "") -> None:
-        """Starts sked in this process, with the rights of its service account."""
+        """Starts sked in this process, with the permissions of its service account."""
         self.operator = sked.Operator(connect(self.kubeconfig), namespace)
         threading.Thread(target=self.operator.run, daemon=True).start()
         eventually(self.operator.is_ready)
@@ -2084,7 +2084,7 @@ def secure() -> Iterator[ApiServer]:
     insecure: [localhost, {insecure-skip-tls-verify: true}, ""]
     """),
 )
-def test_the_server_certificate_is_checked_as_kubectl_does(secure, host, cluster, words):
+def test_the_server_certificate_is_checked_the_way_kubectl_does_it(secure, host, cluster, words):
     openssl(authority(), f"req -x509 -subj /CN=x {NEW_KEY} -keyout x.key -out x.crt")
     cluster |= {"server": f"https://{host}:{secure.port}"}
     path = authority() / "config"  # next to the files that it names
@@ -2636,7 +2636,7 @@ def test_a_patch_never_hits_a_new_daemonset_of_the_same_name(world, server):
     hostPaths: [{sched: x, hostPaths: 5}]
     """),
 )
-def test_an_invalid_spec_that_a_lax_schema_lets_in_blocks_no_other_schedext(world, server, spec):
+def test_an_invalid_spec_admitted_by_a_lax_schema_blocks_no_other_schedext(world, server, spec):
     server.validate = False
     server.create(schedext("bad") | {"spec": spec})
     world.deploy()
@@ -3178,7 +3178,7 @@ def test_an_added_or_removed_field_is_added_to_or_removed_from_the_daemonset(les
     assert patched(stored(**more), wanted(**less)) == omit_empty(stored(**less))
 
 
-def test_a_changed_owner_reference_is_restored_next_to_others():
+def test_our_owner_reference_is_restored_and_those_of_others_stay():
     (ours,) = STORED["metadata"]["ownerReferences"]
     other = {"apiVersion": "v1", "kind": "ConfigMap", "name": "x", "uid": "c-1"}
     have = changed("metadata.ownerReferences", [ours | {"controller": False}, other])
@@ -3353,7 +3353,7 @@ def test_a_pod_created_from_a_drifted_template_unparks_the_daemonset(kind, stays
 
 
 def test_a_fingerprint_is_the_same_in_every_process_and_version():
-    """Another one would restart the pods of every parked DaemonSet at the next upgrade."""
+    """A different one would restart the pods of every parked DaemonSet at the next upgrade."""
     assert sked.fingerprint(wanted(), STORED) == "df6618a5cb6b602b"
 
 
@@ -3587,7 +3587,7 @@ def test_an_unbound_pods_node_is_read_from_its_affinity():
     not ready: [60, false, false, -.inf]
     """),
 )
-def test_a_pod_is_up_since_its_start_time_or_since_sked_saw_it_start(
+def test_a_pod_has_been_up_since_it_started_or_since_sked_saw_it_start(
     started_ago, ready, watched, up_for
 ):
     before = sked.Pod(kubelet_pod({}), None) if watched else None
@@ -4029,7 +4029,7 @@ def park(world: World, name: str = "a") -> None:
     eventually(is_parked)
 
 
-def test_a_node_lost_during_an_update_does_not_make_the_next_pool_restart_the_others(world, fleet):
+def test_a_pool_added_after_a_node_was_lost_during_an_update_restarts_no_other_pod(world, fleet):
     fleet.silence("c")
     world.edit(sched=LAVD)
     eventually(lambda: running(fleet) == {"a": LAVD, "b": LAVD, "c": RUSTY})
@@ -4056,7 +4056,7 @@ def test_nodes_that_are_briefly_lost_keep_their_pods(world, fleet):
     assert PARKED in world.made()["metadata"]["annotations"]
 
 
-def test_drift_of_a_parked_daemonset_restarts_nobody_and_rollout_restart_does(world, fleet):
+def test_drift_in_a_parked_daemonset_restarts_no_pod_but_rollout_restart_does(world, fleet):
     park(world)
     eventually(lambda: len(uids(fleet)) == 2)
     before, made = uids(fleet), world.made()
@@ -4075,7 +4075,7 @@ def test_drift_of_a_parked_daemonset_restarts_nobody_and_rollout_restart_does(wo
     assert PARKED not in world.made()["metadata"].get("annotations", {})
 
 
-def test_what_admission_adds_is_not_drift_restarts_nobody_and_survives_an_update(
+def test_fields_added_by_admission_are_not_drift_restart_no_pod_and_survive_an_update(
     world, server, kubelets
 ):
     team = {"labels": {"team": "x"}}
@@ -4226,7 +4226,7 @@ def test_a_hanging_pod_watch_does_not_make_a_rollout_ready(world, server, fleet)
     world.expect("AllReady")
 
 
-def test_a_lost_answer_and_a_hanging_watch_do_not_make_an_edit_ready(world, server, fleet):
+def test_a_lost_answer_and_a_hanging_watch_do_not_make_an_edit_look_ready(world, server, fleet):
     world.edit(updateStrategy={"type": "OnDelete"})
     world.expect("AllReady")
     silence = cut_off(server, "daemonsets")
@@ -4873,7 +4873,7 @@ must be an image reference, [registry[:port]/]path[:tag][@sha256:digest]:
     ttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttt"
 spec.sched in body must be of type string: [{sched: 5}]
 spec.probeImage in body must be of type string: [{probeImage: 5}]
-"must be labels of nodes, such as pool: latency":
+"must be node labels, such as pool: latency":
 - {nodeSelector: {pool: low latency}}
 - {nodeSelector: {pool: a-}}
 - {nodeSelector: {pool: "a "}}
@@ -5016,7 +5016,7 @@ def obeys(path: str, value: str | dict) -> bool:
     table("""
     images: [must be an image reference, .sched, .spec.sched]
     probe images: [must be an image reference, .probeImage, .spec.probeImage]
-    labels: [must be labels of nodes, .nodeSelector, .spec.nodeSelector]
+    labels: [must be node labels, .nodeSelector, .spec.nodeSelector]
     paths: [must be an absolute path, ".hostPaths[0]", .spec.hostPaths.items]
     quantities:
     - spec.resources.limits.memory in body
@@ -5115,7 +5115,7 @@ def test_probes_and_service_use_the_ports_that_the_operator_listens_on():
     assert installed_one("Service")["spec"]["ports"][0]["targetPort"] == 8443
 
 
-def test_the_operator_uses_each_of_its_rights(world, server):
+def test_the_operator_uses_each_of_its_permissions(world, server):
     server.create(daemonset("orphan", "default"))
     server.create(unlabelled_daemonset("taken", "default"))
     for name in ("x", "orphan", "taken"):
@@ -5127,13 +5127,13 @@ def test_the_operator_uses_each_of_its_rights(world, server):
     sked.review(world.operator.api, "Bearer admin", 0)
     # the API server checks these when sked sends other requests
     implied = {"update schedexts/finalizers", "delete daemonsets", "create leases"}
-    rights = {
+    granted = {
         f"{verb} {what}"
         for _, rule in server.rules(USERS["sked"])
         for what in rule["resources"]
         for verb in rule["verbs"]
     }
-    eventually(lambda: rights.difference(server.deeds()) == implied)
+    eventually(lambda: granted.difference(server.deeds()) == implied)
 
 
 # ---------------------------------------------------------------- README.md and the image
@@ -5213,7 +5213,7 @@ def test_ci_runs_the_readmes_test_command(tmp_path):
 
 # ---------------------------------------------------------------- python test_sked.py
 
-YOURS = """Now it is yours until Ctrl-C:
+YOURS = """Now it is yours, in another terminal, until you press Ctrl-C here:
   export KUBECONFIG={kubeconfig}
   kubectl get schedexts,daemonsets,pods
   kubectl describe schedext scx-rusty
@@ -5284,7 +5284,7 @@ class Demo:
 
     def run(self) -> None:
         self.title("A scheduler on every node: write one SchedExt, sked makes the DaemonSet.")
-        settings = {"minReadySeconds": 2, "terminationMessagePolicy": "FallbackToLogsOnError"}
+        settings = {"minReadySeconds": 3, "terminationMessagePolicy": "FallbackToLogsOnError"}
         self.apply("scx-rusty", "AllReady", **settings)
         self.get("pods")
 
@@ -5308,7 +5308,7 @@ class Demo:
         self.get("schedexts")
         self.get("pods")
 
-        self.title("Off everywhere at once, and on again.")
+        self.title("Off on all its nodes at once, and on again.")
         self.patch("Suspended", suspend=True)
         self.get("pods")
         self.patch("AllReady", suspend=False)
@@ -5330,14 +5330,16 @@ def main(argv: list[str] | None = None) -> int:
             kubelets.add_node(f"node-{n}")
         operator = sked.Operator(connect(server.kubeconfig("sked")))
         threading.Thread(target=operator.run, daemon=True).start()
-        print(f"sked and an API server with three nodes run at http://127.0.0.1:{server.port}.")
+        print(f"API server with three nodes: http://127.0.0.1:{server.port}. sked runs next to it.")
         print("A scheduler is ready after it has stayed up for 10 s (3 s in this demo).\n")
         Demo(server, 0.0 if args.once else 2.0).run()
         if not args.once:
             print(YOURS.format(kubeconfig=server.kubeconfig("admin")), flush=True)
             logging.disable(logging.NOTSET)
             logging.basicConfig(level="INFO", format="%(asctime)s %(message)s")
-            threading.Event().wait()
+            with contextlib.suppress(KeyboardInterrupt):
+                threading.Event().wait()
+            logging.disable()  # what sked says about the end of its server
         operator.stop.set()
     return 0
 
