@@ -651,7 +651,7 @@ UPDATED = "updatedNumberScheduled"  # and those that have one of the current tem
 
 
 class Blocked(Exception):
-    """The DaemonSet cannot be put right now: reason and message for the status."""
+    """Why the DaemonSet cannot be written, or not yet: reason and message for the status."""
 
     def __init__(self, reason: str, message: str, look_again: float = BLOCKED_SECONDS) -> None:
         super().__init__(message)
