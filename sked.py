@@ -397,14 +397,15 @@ class SchedExts(Reflector):
     def changed(self, old: dict | None, new: dict | None) -> None:
         """Queue the SchedExt and, if its selector is new or gone, those that yield to it."""
         self.operator.queue.add(key_of(new or old))
-        was, is_now = ({selector_of(item)} if item else set() for item in (old, new))
-        if was == is_now or not self.filled.is_set():
+        selectors = {selector_of(item) for item in (old, new) if item}
+        is_same = old and new and len(selectors) == 1
+        if is_same or not self.filled.is_set():
             return  # nobody else is concerned, or the first list queues everybody
         # The losers leave a new winner's nodes at once, so that it finds the kernel free. They wait
         # a moment before they return to the nodes of one that left: its pods may end by then.
         delay = 0.0 if new else GATHER_SECONDS
         for loser in list(self.groups):
-            if any(loser < selector for selector in was ^ is_now):
+            if any(loser < selector for selector in selectors):
                 for schedext in self.select(loser):
                     self.operator.queue.add(key_of(schedext), delay)
 
@@ -436,22 +437,22 @@ class Pod(SimpleNamespace):
         owner = controller_of(obj)
         statuses = status.get("containerStatuses", ())
         ours = {c["name"]: c for c in statuses if c["name"] in (SCX, PROBE)}
-        running = [c["state"].get("running", {}) if c["ready"] else {} for c in ours.values()]
-        starts = [state.get("startedAt") for state in running]
+        starts = [c["state"].get("running", {}).get("startedAt") for c in ours.values()]
         self.key = meta["namespace"], owner.get("name", "")  # of its DaemonSet, and so its SchedExt
         self.daemonset_uid = owner.get("uid", "")
         self.name = meta["name"]
         self.node = spec.get("nodeName") or target_node(spec)
         self.revision = meta["labels"].get("controller-revision-hash")
         self.template_generation = meta["labels"].get("pod-template-generation")
-        # when it came up, by the node's clock and by ours: None and infinite while it is not up
+        # when its containers started, by the node's clock; None unless all of them run
         self.started = max(starts) if starts and all(starts) else None
-        self.since = up_since(self.started, old)
+        self.is_up = bool(self.started) and all(c["ready"] for c in ours.values())
+        self.since = up_since(self, old)
         # its last failure, even if it is up again
         self.reason, self.message = pod_problem(meta, status, ours)
 
     def settles_in(self, now: float, settle: float) -> float:
-        """Seconds until it has been up for long enough; infinite while it is not up."""
+        """Seconds until it has been up for long enough; infinite until it comes up."""
         return self.since + settle - now
 
     def fails(self, now: float, settle: float) -> bool:
@@ -480,17 +481,18 @@ class Pods(Reflector):
         self.operator.queue.add((new or old).key, GATHER_SECONDS)
 
 
-def up_since(started: str | None, old: Pod | None) -> float:
-    """When a pod came up, by monotonic().
+def up_since(pod: Pod, old: Pod | None) -> float:
+    """When a pod came up, by monotonic(); infinite if these containers never did.
 
     If we saw it come up, that moment counts, because the node's clock may be wrong. If it was up
-    before we looked, the node's timestamp counts, so that a restart of sked changes nothing.
+    before we looked, the node's timestamp counts, so that a restart of sked changes nothing. It
+    still counts if the pod is unready for a moment, as it is when the kubelet restarts.
     """
-    if not started:
+    if old and old.started == pod.started and old.since < inf:
+        return old.since
+    if not pod.is_up:
         return inf
-    if not old:
-        return monotonic() - max(0.0, seconds_since(started))
-    return old.since if old.started == started else monotonic()
+    return monotonic() if old else monotonic() - max(0.0, seconds_since(pod.started))
 
 
 def target_node(spec: dict) -> str:
@@ -786,9 +788,8 @@ class Operator:
         have = self.find(key, schedext)
         if have:
             check_control(schedext, have)
-            history.check_is_current(have)
             # from here on, want may be the parked form
-            want = park(want, have, self.pods.select(have["metadata"]["uid"]))
+            want = park(want, have, self.pods.select(have["metadata"]["uid"]), history.overruled)
         changes = {}
         target = as_wanted(have, want, changes)  # which fills in the changes
         history.note_wanted(want, is_applied=not changes)
@@ -797,13 +798,12 @@ class Operator:
         what = f"{', '.join(changes)} of the DaemonSet" if have else "the DaemonSet"
         history.check_pace(what)
         if have:
-            is_shared = what.startswith("metadata.")  # whose changes come first
-            guard = "resourceVersion" if is_shared else "uid"
+            guard = "resourceVersion" if what.startswith("metadata.") else "uid"
             patch = merge_patch(have, target, guard)
             answer = self.write("PATCH", path_to(DAEMONSETS, *key), patch)
         else:
             answer = self.write("POST", path_to(DAEMONSETS, key[0]), target)
-        repairs = history.wrote_daemonset(answer, what)
+        repairs = history.wrote_daemonset(want, answer, what)
         if repairs == 1:
             self.send_event(schedext, "DriftUndone", f"put back {what}")
         if repairs < 2:
@@ -815,12 +815,14 @@ class Operator:
     def find(self, key: Key, schedext: dict) -> dict:
         """The DaemonSet, or {} if there is none.
 
-        Usually the cache knows. Ask the API server after a failure, and if a DaemonSet that we made
-        is missing: it may only have lost our label, or the SchedExt may be gone as well.
+        Usually the cache knows. Ask the API server after a failure, if the cache is older than our
+        own last write, and if a DaemonSet that we made is missing from it: it may only have lost
+        our label, or the SchedExt may be gone as well.
         """
-        found = self.daemonsets.get(key)
-        is_new = not schedext["status"] and not self.histories[key].was_applied
-        if self.queue.attempts(key) or not found and not is_new:
+        found, history = self.daemonsets.get(key, {}), self.histories[key]
+        is_new = not schedext["status"] and not history.was_applied
+        is_old = history.is_ahead_of(found) if found else not is_new
+        if self.queue.attempts(key) or is_old:
             found = self.api.get(path_to(DAEMONSETS, *key))
             if not found:
                 there = self.api.request("GET", path_to(SCHEDEXTS, *key))
@@ -841,7 +843,7 @@ class Operator:
             other.node: "/".join(other.key)
             for other in (list(self.pods.values()) if failing else ())
             if other.node in nodes and other.key != key
-            if other.started and not other.fails(now, settle)
+            if other.is_up and not other.fails(now, settle)
         }
         counts = tuple(number(daemonset, which) for which in (DESIRED, CURRENT, UPDATED))
         desired, current, updated = counts
@@ -854,7 +856,7 @@ class Operator:
             failing,
             rivals,
             settle,
-            waits=[pod.settles_in(now, settle) for pod in pods if pod.started],
+            waits=[pod.settles_in(now, settle) for pod in pods if pod.is_up],
             lacking=desired - current,
             steady=history.steady_seconds(counts, was_failing),
             is_updated=is_observed(daemonset)
@@ -877,10 +879,10 @@ class Operator:
 
     def send_event(self, schedext: dict, reason: str, message: str) -> None:
         """Send a Warning. If that fails, never mind: the log and the status say much the same."""
-        namespace, _ = key_of(schedext)
+        path = path_to(EVENTS, schedext["metadata"]["namespace"])
         event = build_event(schedext, reason, message, timestamp())
         with suppress(ApiError):
-            self.write("POST", path_to(EVENTS, namespace), event, EVENT_SECONDS)
+            self.write("POST", path, event, EVENT_SECONDS)
 
     def write(self, method: str, path: str, body: dict, timeout: float = REQUEST_SECONDS) -> dict:
         """The answer to a write. A leader that has lost its lease exits instead."""
@@ -933,16 +935,14 @@ def check_control(schedext: dict, daemonset: dict) -> None:
 
 # ---------------------------------------------------------------- what sked remembers
 
-CATCH_UP_SECONDS = 60.0  # at most, until the watch shows what we wrote
-
 
 class History:
     """What sked did and saw for one SchedExt. A restart may lose it."""
 
     def __init__(self) -> None:
         self.wrote_at = -inf  # when we last wrote the DaemonSet or the status
-        self.applied_at = -inf  # when we last wrote the DaemonSet
-        self.uid, self.generation = "", 0  # of the DaemonSet, after that write
+        self.written = {}  # the metadata of the DaemonSet, as we last wrote it
+        self.overruled = {}  # what admission changed of that write: path and wanted value
         self.wanted = 0  # a hash of the DaemonSet that we want
         self.was_applied = False  # whether the DaemonSet has ever been as we want it now
         self.repairs = {}  # by what was repaired: how often in a row, and when the next one may be
@@ -950,14 +950,10 @@ class History:
         self.counts = ()  # of the DaemonSet's pods, as last seen
         self.counts_since = -inf
 
-    def check_is_current(self, daemonset: dict) -> None:
-        """Raise Blocked while the watch has not caught up with our own last write.
-
-        After a minute we believe it: a cluster restored from a backup has older generations.
-        """
-        meta, is_recent = daemonset["metadata"], monotonic() < self.applied_at + CATCH_UP_SECONDS
-        if is_recent and meta["uid"] == self.uid and meta["generation"] < self.generation:
-            raise Blocked("RollingOut", "waiting to see our own last change", GATHER_SECONDS)
+    def is_ahead_of(self, daemonset: dict) -> bool:
+        """Whether we have written the DaemonSet since."""
+        ours, seen = self.written, daemonset["metadata"]
+        return ours.get("uid") == seen["uid"] and ours["generation"] > seen["generation"]
 
     def note_wanted(self, want: dict, is_applied: bool) -> None:
         """Count the repairs afresh if something else is wanted now."""
@@ -984,11 +980,11 @@ class History:
                 wait,
             )
 
-    def wrote_daemonset(self, daemonset: dict, what: str) -> int:
+    def wrote_daemonset(self, want: dict, daemonset: dict, what: str) -> int:
         """Note a write. Returns how often in a row it repaired these fields, 0 if they are new."""
-        self.uid = daemonset["metadata"]["uid"]
-        self.generation = daemonset["metadata"]["generation"]
-        self.wrote_at = self.applied_at = monotonic()
+        self.written = daemonset["metadata"]
+        _, self.overruled = template_changes(daemonset, want)
+        self.wrote_at = monotonic()
         repairs, not_before = self.repairs.get(what, (0, 0.0))
         if self.wrote_at > not_before + BLOCKED_SECONDS:
             repairs = 0
@@ -1012,12 +1008,13 @@ class History:
         there may be no such pod, because pods of that revision stay: then we know it from before.
         If we know none, because sked was restarted, we believe what we see.
         """
-        template = hash(json.dumps(daemonset["spec"]["template"]))
         revisions = {pod.revision for pod in pods}
-        new = {pod.revision for pod in made_from(daemonset, pods)}
-        if new or (is_complete and not self.templates):
-            self.templates[template] = new or revisions
-        return is_complete and len(revisions) == 1 and self.templates.get(template) == revisions
+        if not is_complete or len(revisions) != 1:
+            return False
+        template = hash(json.dumps(daemonset["spec"]["template"]))
+        if has_new_pod(daemonset, pods) or not self.templates:
+            self.templates[template] = revisions
+        return self.templates.get(template) == revisions
 
     def steady_seconds(self, counts: tuple, was_failing: bool) -> float:
         """How long the counts have been the same.
@@ -1036,7 +1033,7 @@ class History:
 # ---------------------------------------------------------------- the DaemonSet
 
 SUSPENDED = "sked.schedkit.io/suspended"  # a label that no node has
-PARKED = "sked.schedkit.io/parked"  # an annotation, see placement
+PARKED = "sked.schedkit.io/parked"  # an annotation: the fingerprint of what the pods run
 POD_FIELDS = ("tolerations", "priorityClassName", "imagePullSecrets", "hostPID")
 CONTAINER_FIELDS = ("args", "env", "resources", "imagePullPolicy", "terminationMessagePolicy")
 SHAPES = {
@@ -1105,7 +1102,8 @@ def build_daemonset(schedext: dict, yields_to: Iterable[dict] = ()) -> dict:
     """
     want = owned_fields(schedext, map(selector_of, yields_to))
     built = {"apiVersion": "apps/v1", "kind": "DaemonSet"} | as_wanted({}, want, {})
-    return json.loads(json.dumps(built))  # a copy, which shares nothing with us or the SchedExt
+    # A copy, which shares nothing with us or the SchedExt. YAML may have made a date of a string.
+    return json.loads(json.dumps(built, default=str))
 
 
 def owned_fields(schedext: dict, selectors: Iterable[Selector]) -> dict:
@@ -1307,7 +1305,7 @@ def not_in(pairs: Selector) -> dict:
     }
 
 
-def park(want: dict, have: dict, pods: list[Pod]) -> dict:
+def park(want: dict, have: dict, pods: list[Pod], overruled: dict) -> dict:
     """The DaemonSet to ask for: want, or want parked if its pods need not restart.
 
     A change of the placement only says who gets which node, so running pods need not follow it:
@@ -1316,16 +1314,15 @@ def park(want: dict, have: dict, pods: list[Pod]) -> dict:
     run. It stays parked as long as that is what they should run, whatever the nodes are doing.
     Otherwise the wanted strategy comes back, and all pods follow.
     """
-    changes = {}
-    as_wanted(have, want, changes)
-    news = {path for path in changes if path.startswith("spec.template.")}
-    moves_only = news <= PLACEMENT
-    if parked_as(have):
+    moves, others = template_changes(have, want)
+    is_same = others in ({}, overruled)  # admission may overrule us: that is not news
+    parked = annotation(have, PARKED)
+    if parked:
         # Somebody else changed the template, and a pod was made from it before we could undo that.
-        is_spoilt = not moves_only and made_from(have, pods)
-        parks = parked_as(have) == fingerprint(want, have) and not is_spoilt
+        is_spoilt = not is_same and has_new_pod(have, pods)
+        parks = parked == fingerprint(want, have) and not is_spoilt
     else:
-        parks = news and moves_only and is_rolled_out(have, pods)
+        parks = moves and is_same and is_rolled_out(have, pods)
     if not parks:
         return want
     return want | {
@@ -1334,43 +1331,46 @@ def park(want: dict, have: dict, pods: list[Pod]) -> dict:
     }
 
 
+def template_changes(have: dict, want: dict) -> tuple[set, dict]:
+    """What differs in the template: fields of the placement, and all others with wanted values."""
+    changes = {}
+    as_wanted(have, want, changes)
+    others = {
+        path: value
+        for path, value in changes.items()
+        if path.startswith("spec.template.") and path not in PLACEMENT
+    }
+    return changes.keys() & PLACEMENT, others
+
+
 def is_rolled_out(daemonset: dict, pods: list[Pod]) -> bool:
     """Whether all pods are of the current template, by the counts or by the pods themselves.
 
     Either will do: the counts may lag and leave out lost nodes, and the watch of pods may hang.
     Raises Blocked while the DaemonSet controller has not seen the last change.
     """
-    if not pods and not number(daemonset, CURRENT):
-        return False  # nothing runs that could restart
     if not is_observed(daemonset):
         raise Blocked("RollingOut", "waiting for the DaemonSet controller", GATHER_SECONDS)
-    all_updated = number(daemonset, UPDATED) == number(daemonset, CURRENT) > 0
-    if all_updated and not number(daemonset, "numberMisscheduled"):
+    current = number(daemonset, CURRENT)
+    all_updated = number(daemonset, UPDATED) == current > 0
+    has_none = not pods and not current  # the first ones, on their way, are of this template
+    if (all_updated or has_none) and not number(daemonset, "numberMisscheduled"):
         return True
     is_one_revision = len({pod.revision for pod in pods}) == 1
-    return is_one_revision and (all_updated or bool(made_from(daemonset, pods)))
+    return is_one_revision and (all_updated or has_new_pod(daemonset, pods))
 
 
-def made_from(daemonset: dict, pods: list[Pod]) -> list[Pod]:
-    """Those that were made from its current template."""
+def has_new_pod(daemonset: dict, pods: list[Pod]) -> bool:
+    """Whether one of the pods was made from the current template."""
     current = annotation(daemonset, "deprecated.daemonset.template.generation")
-    return [pod for pod in pods if pod.template_generation == current]
+    return any(pod.template_generation == current for pod in pods)
 
 
 def fingerprint(want: dict, have: dict) -> str:
     """Changes exactly when the pods have to restart, wherever they run."""
-    fields = {}
-    as_wanted({}, want, fields)
-    runs = {
-        p: v for p, v in fields.items() if p.startswith("spec.template.") and p not in PLACEMENT
-    }
+    _, runs = template_changes({}, want)
     runs["restart"] = annotation(have["spec"]["template"], "kubectl.kubernetes.io/restartedAt")
     return hashlib.sha256(json.dumps(runs, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def parked_as(daemonset: dict) -> str | None:
-    """The fingerprint of what the pods of a parked DaemonSet run."""
-    return annotation(daemonset, PARKED)
 
 
 def annotation(obj: dict, name: str) -> str | None:
@@ -1475,10 +1475,10 @@ def count_nodes(view: View, failing: int) -> dict:
         failing += view.lacking
     return {
         "desired": number(view.daemonset, DESIRED),
-        "ready": min(
-            len(view.waits) - young, max(0, number(view.daemonset, "numberReady") - young)
+        "ready": max(0, min(len(view.waits), number(view.daemonset, "numberReady")) - young),
+        "updated": number(
+            view.daemonset, CURRENT if annotation(view.daemonset, PARKED) else UPDATED
         ),
-        "updated": number(view.daemonset, CURRENT if parked_as(view.daemonset) else UPDATED),
         "failing": failing,
     }
 
@@ -1499,7 +1499,7 @@ def ready_reason(view: View, nodes: dict, failures: list) -> Problem:
         return "NoNodes", f"no node to run on: {hint}; check their taints, and other SchedExts"
     if nodes["failing"]:
         return "NodesFailing", failing_message(view, nodes, failures)
-    if nodes["ready"] >= desired and (view.is_updated or parked_as(view.daemonset)):
+    if nodes["ready"] >= desired and (view.is_updated or annotation(view.daemonset, PARKED)):
         return "AllReady", f"running on {desired} of {desired} nodes"
     return "RollingOut", rolling_message(view, nodes)
 
