@@ -398,8 +398,7 @@ class SchedExts(Reflector):
         """Queue the SchedExt and, if its selector is new or gone, those that yield to it."""
         self.operator.queue.add(key_of(new or old))
         selectors = {selector_of(item) for item in (old, new) if item}
-        is_same = old and new and len(selectors) == 1
-        if is_same or not self.filled.is_set():
+        if (old and new and len(selectors) == 1) or not self.filled.is_set():
             return  # nobody else is concerned, or the first list queues everybody
         # The losers leave a new winner's nodes at once, so that it finds the kernel free. They wait
         # a moment before they return to the nodes of one that left: its pods may end by then.
@@ -788,8 +787,10 @@ class Operator:
         have = self.find(key, schedext)
         if have:
             check_control(schedext, have)
+            pods = self.pods.select(have["metadata"]["uid"])
+            history.pods_are_current(have, pods)  # remember their revision before it changes
             # from here on, want may be the parked form
-            want = park(want, have, self.pods.select(have["metadata"]["uid"]), history.overruled)
+            want = park(want, have, pods, history.overruled)
         changes = {}
         target = as_wanted(have, want, changes)  # which fills in the changes
         history.note_wanted(want, is_applied=not changes)
@@ -816,18 +817,21 @@ class Operator:
         """The DaemonSet, or {} if there is none.
 
         Usually the cache knows. Ask the API server after a failure, if the cache is older than our
-        own last write, and if a DaemonSet that we made is missing from it: it may only have lost
-        our label, or the SchedExt may be gone as well.
+        own last write, and if a DaemonSet that we made is missing (it may only have lost our label)
+        or has lost its owner. Before we create or adopt it then, make sure that the SchedExt still
+        exists: its deletion may not have reached the watch.
         """
-        found, history = self.daemonsets.get(key, {}), self.histories[key]
-        is_new = not schedext["status"] and not history.was_applied
-        is_old = history.is_ahead_of(found) if found else not is_new
-        if self.queue.attempts(key) or is_old:
+        found, history = self.daemonsets.get(key), self.histories[key]
+        if found:
+            is_doubtful = not controller_of(found) or history.is_ahead_of(found)
+        else:
+            is_doubtful = schedext["status"] or history.was_applied
+        if self.queue.attempts(key) or is_doubtful:
             found = self.api.get(path_to(DAEMONSETS, *key))
-            if not found:
-                there = self.api.request("GET", path_to(SCHEDEXTS, *key))
-                if there["metadata"]["uid"] != schedext["metadata"]["uid"]:
-                    raise ApiError(404, "it was deleted and created again")
+            if not found or not controller_of(found):
+                there = self.api.request("GET", path_to(SCHEDEXTS, *key))["metadata"]
+                if there["uid"] != schedext["metadata"]["uid"] or "deletionTimestamp" in there:
+                    raise ApiError(404, "it was deleted")
         return found or {}
 
     def look(self, key: Key, schedext: dict, daemonset: dict) -> View:
@@ -846,7 +850,7 @@ class Operator:
             if other.is_up and not other.fails(now, settle)
         }
         counts = tuple(number(daemonset, which) for which in (DESIRED, CURRENT, UPDATED))
-        desired, current, updated = counts
+        desired, current, _ = counts
         was_failing = condition(schedext["status"], "Ready").get("reason") == "NodesFailing"
         history = self.histories[key]
         return View(
@@ -859,8 +863,7 @@ class Operator:
             waits=[pod.settles_in(now, settle) for pod in pods if pod.is_up],
             lacking=desired - current,
             steady=history.steady_seconds(counts, was_failing),
-            is_updated=is_observed(daemonset)
-            and history.pods_are_current(daemonset, pods, updated >= desired),
+            is_updated=history.pods_are_current(daemonset, pods),
         )
 
     def write_status(self, key: Key, schedext: dict, status: dict) -> None:
@@ -1000,21 +1003,25 @@ class History:
         """Seconds until the status may be written: not within a second of the last write."""
         return self.wrote_at + GATHER_SECONDS - monotonic()
 
-    def pods_are_current(self, daemonset: dict, pods: list[Pod], is_complete: bool) -> bool:
-        """Whether a roll-out that is complete by the counts is also complete by the pods we see.
+    def pods_are_current(self, daemonset: dict, pods: list[Pod]) -> bool:
+        """Whether a roll-out is complete by the counts and by the pods we see.
 
         The counts come from the watch of DaemonSets, and the watch of pods may lag behind it. A pod
         made from the current template tells which revision that template has. After a rollback
         there may be no such pod, because pods of that revision stay: then we know it from before.
-        If we know none, because sked was restarted, we believe what we see.
+        If we do not, because sked was restarted, we believe what we see, unless we know that it is
+        the revision of another template.
         """
+        template = hash(json.dumps(daemonset["spec"].get("template")))
         revisions = {pod.revision for pod in pods}
-        if not is_complete or len(revisions) != 1:
-            return False
-        template = hash(json.dumps(daemonset["spec"]["template"]))
-        if has_new_pod(daemonset, pods) or not self.templates:
-            self.templates[template] = revisions
-        return self.templates.get(template) == revisions
+        new = {pod.revision for pod in made_from(daemonset, pods)}
+        all_updated = number(daemonset, UPDATED) >= number(daemonset, DESIRED)
+        is_complete = all_updated and is_observed(daemonset) and len(revisions) == 1
+        if new:
+            self.templates[template] = new
+        elif is_complete and revisions not in self.templates.values():
+            self.templates.setdefault(template, revisions)
+        return is_complete and self.templates.get(template) == revisions
 
     def steady_seconds(self, counts: tuple, was_failing: bool) -> float:
         """How long the counts have been the same.
@@ -1316,10 +1323,9 @@ def park(want: dict, have: dict, pods: list[Pod], overruled: dict) -> dict:
     """
     moves, others = template_changes(have, want)
     is_same = others in ({}, overruled)  # admission may overrule us: that is not news
-    parked = annotation(have, PARKED)
-    if parked:
+    if parked := annotation(have, PARKED):
         # Somebody else changed the template, and a pod was made from it before we could undo that.
-        is_spoilt = not is_same and has_new_pod(have, pods)
+        is_spoilt = not is_same and made_from(have, pods)
         parks = parked == fingerprint(want, have) and not is_spoilt
     else:
         parks = moves and is_same and is_rolled_out(have, pods)
@@ -1353,17 +1359,17 @@ def is_rolled_out(daemonset: dict, pods: list[Pod]) -> bool:
         raise Blocked("RollingOut", "waiting for the DaemonSet controller", GATHER_SECONDS)
     current = number(daemonset, CURRENT)
     all_updated = number(daemonset, UPDATED) == current > 0
-    has_none = not pods and not current  # the first ones, on their way, are of this template
-    if (all_updated or has_none) and not number(daemonset, "numberMisscheduled"):
+    # if there are none, the first ones may be on their way, and they are of this template
+    if (all_updated or not (pods or current)) and not number(daemonset, "numberMisscheduled"):
         return True
     is_one_revision = len({pod.revision for pod in pods}) == 1
-    return is_one_revision and (all_updated or has_new_pod(daemonset, pods))
+    return is_one_revision and (all_updated or any(made_from(daemonset, pods)))
 
 
-def has_new_pod(daemonset: dict, pods: list[Pod]) -> bool:
-    """Whether one of the pods was made from the current template."""
+def made_from(daemonset: dict, pods: list[Pod]) -> list[Pod]:
+    """Those that were made from its current template."""
     current = annotation(daemonset, "deprecated.daemonset.template.generation")
-    return any(pod.template_generation == current for pod in pods)
+    return [pod for pod in pods if pod.template_generation == current]
 
 
 def fingerprint(want: dict, have: dict) -> str:
@@ -1636,7 +1642,7 @@ leader_election_master_status gauge 1 if this replica works, 0 if it stands by.
 sked_schedext_nodes gauge Nodes of each SchedExt that is not suspended, by state.
 sked_build_info gauge The version of sked.
 """
-BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, "+Inf")
+BUCKETS = (0.01, 0.1, 1.0, 10.0, "+Inf")  # seconds
 MAX_CONNECTIONS = 64  # to each of our own HTTP servers
 
 Page = tuple[int, str]  # HTTP status and text
@@ -1698,18 +1704,18 @@ def review(api: Api, authorization: str, minute: int) -> int:
     return 200 if answer.get("allowed") else 403
 
 
-def healthz(operator: Operator, authorization: str) -> Page:
+def healthz(operator: Operator) -> Page:
     silent = ", ".join(operator.silent_threads())
     return (503, f"no sign of life from {silent}") if silent else (200, "ok")
 
 
-def readyz(operator: Operator, authorization: str) -> Page:
+def readyz(operator: Operator) -> Page:
     if not operator.leads():
         return 200, "standing by"
     return (200, "ok") if operator.is_ready() else (503, "the caches are not filled yet")
 
 
-def metrics(operator: Operator, authorization: str) -> Page:
+def metrics(operator: Operator) -> Page:
     """What was counted, and what is measured when somebody asks."""
     gauges = {
         'workqueue_depth{name="schedext"}': operator.queue.depth(),
@@ -1725,28 +1731,31 @@ def metrics(operator: Operator, authorization: str) -> Page:
     return 200, METRICS.text(gauges)
 
 
-def secure_metrics(operator: Operator, authorization: str) -> Page:
-    try:
-        status = review(operator.api, authorization, int(monotonic() // 60))
-    except ApiError as error:
-        return 503, str(error)
-    if status != 200:
-        return status, "not authorized to get /metrics"
-    return metrics(operator, authorization)
-
-
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Answers GET for the server's pages."""
+    """Answers GET for the server's pages: over HTTPS, to authorized callers only."""
 
     timeout = 5
 
     def do_GET(self) -> None:
-        page = self.server.pages.get(self.path.partition("?")[0], lambda *_: (404, "not found"))
-        status, text = page(self.server.operator, self.headers.get("Authorization", ""))
+        status, text = self.answer()
         self.send_response(status)
         self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
         self.end_headers()
         self.wfile.write(f"{text}\n".encode())
+
+    def answer(self) -> Page:
+        server, token = self.server, self.headers.get("Authorization", "")
+        page = server.pages.get(self.path.partition("?")[0])
+        if not page:
+            return 404, "not found"
+        if server.certificate:
+            try:
+                status = review(server.operator.api, token, int(monotonic() // 60))
+            except ApiError as error:
+                return 503, str(error)
+            if status != 200:
+                return status, "not authorized to get /metrics"
+        return page(server.operator)
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -1765,7 +1774,7 @@ class Server(http.server.ThreadingHTTPServer):
             self.address_family = socket.AF_INET6
         self.operator = operator
         self.pages = pages
-        self.certificate = certificate  # the directory of tls.crt and tls.key
+        self.certificate = certificate  # the directory of tls.crt and tls.key, if it is HTTPS
         self.held = []  # the connections, the oldest first
         try:
             super().__init__((host.strip("[]"), int(port)), Handler)
@@ -1909,15 +1918,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="DIR",
         help="where tls.crt and tls.key for /metrics are (default: self-signed)",
     )
-    flag("--enable-http2", default=False, help="for compatibility; must be false", **switch)
     flag("--log-level", default="info", help="debug, info (default), warning or error")
-    for name in ("devel", "encoder", "log-level", "stacktrace-level", "time-encoding"):
-        flag(f"--zap-{name}", nargs="?", help=argparse.SUPPRESS)  # the Go operator's
+    for name in (  # the Go operator's, without effect: our log has one form, and we speak HTTP/1.1
+        "enable-http2",
+        "zap-devel",
+        "zap-encoder",
+        "zap-log-level",
+        "zap-stacktrace-level",
+        "zap-time-encoding",
+    ):
+        flag(f"--{name}", nargs="?", help=argparse.SUPPRESS)
     flag("--version", action="version", version=__version__)
-    args = parser.parse_args(argv)
-    if args.enable_http2:
-        parser.error("--enable-http2=true: sked speaks HTTP/1.1 only")
-    return args
+    return parser.parse_args(argv)
 
 
 def pod_namespace() -> str:
@@ -1936,11 +1948,11 @@ def serve(args: argparse.Namespace, operator: Operator) -> None:
         Server(args.health_probe_bind_address, operator, pages)
     if args.metrics_bind_address == "0":
         return
-    page, certificate = metrics, ""
+    certificate = ""
     if args.metrics_secure:
-        page, certificate = secure_metrics, args.metrics_cert_dir or self_signed()
+        certificate = args.metrics_cert_dir or self_signed()
         server_tls(certificate)  # so that a bad one shows at the start
-    Server(args.metrics_bind_address, operator, {"/metrics": page}, certificate)
+    Server(args.metrics_bind_address, operator, {"/metrics": metrics}, certificate)
 
 
 def run(args: argparse.Namespace) -> None:
