@@ -1,13 +1,13 @@
 """Run sched_ext schedulers on Kubernetes nodes: one SchedExt in, one DaemonSet out.
 
     API server --watch--> Reflector --key--> WorkQueue --> worker --> reconcile
-    reconcile: build_daemonset -> create or patch -> build_status -> patch the status
+    reconcile: what we want -> create or patch the DaemonSet -> build_status -> patch the status
 
-The operator itself is six sections: pods, reconcile, the DaemonSet, what differs, placement,
-status. The others are what controller-runtime gives a Go operator: the API client, watching, the
-queue, the lease, metrics. They are written by hand because the kubernetes package's own client
-costs up to 30 MiB, rejects fields it does not know, and loses errors of watches and leases. Only
-its configuration and its connection pool are used.
+The operator itself is seven sections: pods, reconcile, what sked remembers, the DaemonSet, what
+differs, placement, status. Most others are what controller-runtime gives a Go operator: the API
+client, watching, the queue, the lease, metrics. They are written by hand because the kubernetes
+package's own client costs up to 30 MiB, rejects fields it does not know, and loses errors of
+watches and leases. Only its configuration, connection pool and two helpers are used.
 
 Throughout this file:
     schedext   a SchedExt, as the plain dict that the API returns
@@ -78,7 +78,7 @@ log = logging.getLogger("sked")
 
 
 def backoff(failures: int, most: float) -> float:
-    """Seconds to wait after this many failures in a row: about 1, 2, 4, ..., or half if none."""
+    """Seconds to wait after this many failures in a row: about 1, 2, 4, ...; 0.5 if none."""
     return min(most, 2.0 ** min(failures - 1, 20)) * random.uniform(0.75, 1.0)
 
 
@@ -303,7 +303,7 @@ class Reflector(dict):
     def run(self) -> None:
         version = ""
         while not self.operator.stop.is_set():
-            since, version = version, ""  # after a failure, list again
+            since, version = version, ""  # which it stays if this try fails: then list again
             self.failures += 1  # until the watch brings something
             try:
                 version = self.follow(since or self.fill())
@@ -422,8 +422,8 @@ class DaemonSets(Reflector):
 # ---------------------------------------------------------------- pods
 
 SCX, PROBE = "scx", "probe"  # the containers that sked puts into a pod
-CRASHED = "CrashLoopBackOff"  # the kubelet's reason, also used here when it is up again after that
-SETTLE_SECONDS = 10.0  # to stay up: one that cannot attach looks ready for 2 s at every try
+CRASHED = "CrashLoopBackOff"  # the kubelet's reason; here also for a container that runs again
+SETTLE_SECONDS = 10.0  # to stay up: a pod that cannot attach looks ready for 2 s at every try
 
 Problem = tuple[str, str]  # reason and message, two empty strings if there is none
 
@@ -506,9 +506,9 @@ def pod_problem(meta: dict, status: dict, containers: dict) -> Problem:
     """What is wrong with a pod, or was before its containers restarted."""
     if status.get("reason"):  # it was evicted, for instance
         return status["reason"], status.get("message", "")
-    for condition in status.get("conditions") or ():
-        if condition.get("reason") == "Unschedulable":
-            return "Unschedulable", condition.get("message", "")
+    for state in status.get("conditions") or ():
+        if state.get("reason") == "Unschedulable":
+            return "Unschedulable", state.get("message", "")
     logs = f"kubectl logs -n {meta['namespace']} {meta['name']}"
     scx, probe = containers.get(SCX, {}), containers.get(PROBE, {})
     reason, message = container_problem(scx, logs)
@@ -547,7 +547,7 @@ def had_settled(scx: dict, probe: dict) -> bool:
     ended = last_end(probe).get("finishedAt")  # null if the kubelet lost the container
     if not started or not ended:
         return False
-    return seconds_since(started) - seconds_since(ended) > SETTLE_SECONDS
+    return seconds_since(started) - seconds_since(ended) > SETTLE_SECONDS  # between the two
 
 
 def last_end(container: dict) -> dict:
@@ -770,7 +770,7 @@ class Operator:
         view = self.look(key, schedext, daemonset or NO_DAEMONSET)
         status = build_status(view, blocked, timestamp())
         if status != schedext["status"]:
-            # Right after a write in apply this is a second, so the next pass writes the status.
+            # If apply has just written, this is about a second: the next pass writes the status.
             early = self.histories[key].status_due_in()
             if early > 0:
                 return early
@@ -799,6 +799,7 @@ class Operator:
         what = f"{', '.join(changes)} of the DaemonSet" if have else "the DaemonSet"
         history.check_pace(what)
         if have:
+            # metadata comes first in want, and a change of it needs the stricter guard
             guard = "resourceVersion" if what.startswith("metadata.") else "uid"
             patch = merge_patch(have, target, guard)
             answer = self.write("PATCH", path_to(DAEMONSETS, *key), patch)
@@ -816,10 +817,10 @@ class Operator:
     def find(self, key: Key, schedext: dict) -> dict:
         """The DaemonSet, or {} if there is none.
 
-        Usually the cache knows. Ask the API server after a failure, if the cache is older than our
-        own last write, and if a DaemonSet that we made is missing (it may only have lost our label)
-        or has lost its owner. Before we create or adopt it then, make sure that the SchedExt still
-        exists: its deletion may not have reached the watch.
+        Usually the cache knows. We ask the API server after a failure, when the cache is older than
+        our own last write, when a DaemonSet that we made is missing (it may only have lost our
+        label), and when it has no owner. If it is then to be created or adopted, we make sure that
+        the SchedExt still exists: its deletion may not have reached the watch.
         """
         found, history = self.daemonsets.get(key), self.histories[key]
         if found:
@@ -944,8 +945,8 @@ class History:
 
     def __init__(self) -> None:
         self.wrote_at = -inf  # when we last wrote the DaemonSet or the status
-        self.written = {}  # the metadata of the DaemonSet, as we last wrote it
-        self.overruled = {}  # what admission changed of that write: path and wanted value
+        self.generations = {}  # of the DaemonSet after our last write, by its uid
+        self.overruled = {}  # what admission changed of that write: the wanted values, by path
         self.wanted = 0  # a hash of the DaemonSet that we want
         self.was_applied = False  # whether the DaemonSet has ever been as we want it now
         self.repairs = {}  # by what was repaired: how often in a row, and when the next one may be
@@ -955,8 +956,8 @@ class History:
 
     def is_ahead_of(self, daemonset: dict) -> bool:
         """Whether we have written the DaemonSet since."""
-        ours, seen = self.written, daemonset["metadata"]
-        return ours.get("uid") == seen["uid"] and ours["generation"] > seen["generation"]
+        meta = daemonset["metadata"]
+        return self.generations.get(meta["uid"], 0) > meta["generation"]
 
     def note_wanted(self, want: dict, is_applied: bool) -> None:
         """Count the repairs afresh if something else is wanted now."""
@@ -985,7 +986,8 @@ class History:
 
     def wrote_daemonset(self, want: dict, daemonset: dict, what: str) -> int:
         """Note a write. Returns how often in a row it repaired these fields, 0 if they are new."""
-        self.written = daemonset["metadata"]
+        meta = daemonset["metadata"]
+        self.generations[meta["uid"]] = meta["generation"]
         _, self.overruled = template_changes(daemonset, want)
         self.wrote_at = monotonic()
         repairs, not_before = self.repairs.get(what, (0, 0.0))
@@ -1293,7 +1295,7 @@ def node_affinity(mine: Selector, others: Iterable[Selector]) -> dict | None:
         if len(terms) > MAX_TERMS:
             raise InvalidSpec(
                 "too many node pools: yielding to the SchedExts with a more specific nodeSelector "
-                f"takes more than {MAX_TERMS} affinity terms, so the DaemonSet stays as it is; "
+                f"takes more than {MAX_TERMS} affinity terms, so the DaemonSet is not written; "
                 "use one label with a different value for each pool"
             )
     rules = {"nodeSelectorTerms": [not_in(term) for term in sorted(terms, key=sorted)]}
@@ -1328,7 +1330,7 @@ def park(want: dict, have: dict, pods: list[Pod], overruled: dict) -> dict:
         is_spoilt = not is_same and made_from(have, pods)
         parks = parked == fingerprint(want, have) and not is_spoilt
     else:
-        parks = moves and is_same and is_rolled_out(have, pods)
+        parks = moves and is_same and is_rolled_out(have, pods)  # or Blocked, for now
     if not parks:
         return want
     return want | {
@@ -1534,8 +1536,8 @@ def rolling_message(view: View, nodes: dict) -> str:
     elif any(wait > 0 for wait in view.waits):
         message += f"; waiting for the pods to stay up for {view.settle:.0f} s"
     elif strategy.get("type") == "OnDelete" and nodes["updated"] < number(view.daemonset, CURRENT):
-        message += "; updateStrategy is OnDelete: delete the old pods with "
-        message += f"'kubectl delete pod -n {namespace} -l name={name}'"
+        message += "; updateStrategy is OnDelete: to replace the pods, run 'kubectl delete pod "
+        message += f"-n {namespace} -l name={name},managed-by=sked-controller'"
     return message
 
 
@@ -1636,9 +1638,9 @@ class Elector:
 METRICS_HELP = """\
 controller_runtime_reconcile_total counter Passes over a SchedExt, by result.
 controller_runtime_reconcile_time_seconds histogram Duration of such a pass.
-rest_client_requests_total counter Requests to the API server, by HTTP status (0: it was cut off).
+rest_client_requests_total counter Requests to the API server, by HTTP status (0: no full answer).
 workqueue_depth gauge SchedExts that wait for a worker.
-leader_election_master_status gauge 1 if this replica works, 0 if it stands by.
+leader_election_master_status gauge 1 if this replica leads, 0 if it stands by.
 sked_schedext_nodes gauge Nodes of each SchedExt that is not suspended, by state.
 sked_build_info gauge The version of sked.
 """
@@ -1732,7 +1734,7 @@ def metrics(operator: Operator) -> Page:
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Answers GET for the server's pages: over HTTPS, to authorized callers only."""
+    """Answers GET for the server's pages; if it is an HTTPS server, only to authorized callers."""
 
     timeout = 5
 
@@ -1744,13 +1746,17 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(f"{text}\n".encode())
 
     def answer(self) -> Page:
-        server, token = self.server, self.headers.get("Authorization", "")
+        server = self.server
         page = server.pages.get(self.path.partition("?")[0])
         if not page:
             return 404, "not found"
         if server.certificate:
             try:
-                status = review(server.operator.api, token, int(monotonic() // 60))
+                status = review(
+                    server.operator.api,
+                    self.headers.get("Authorization", ""),
+                    int(monotonic() // 60),
+                )
             except ApiError as error:
                 return 503, str(error)
             if status != 200:
@@ -1888,7 +1894,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     flag("--kubeconfig", metavar="FILE", help="default: $KUBECONFIG, the pod's own, ~/.kube/config")
     flag("--context", help="use this context of the kubeconfig")
     flag("--namespace", default="", help="watch this namespace only")
-    flag("--render", metavar="FILE", help="print the DaemonSets of its SchedExts (-: stdin)")
+    flag("--render", metavar="FILE", help="print its SchedExts as DaemonSets (-: stdin)")
     flag("--leader-elect", default=False, help="work only while holding the lease", **switch)
     flag(
         "--leader-election-namespace",
@@ -1910,7 +1916,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     flag(
         "--metrics-secure",
         default=True,
-        help="serve /metrics by HTTPS, to authorized callers only (default: true)",
+        help="serve /metrics over HTTPS, to authorized callers only (default: true)",
         **switch,
     )
     flag(

@@ -3691,7 +3691,7 @@ def status_of(pods: list[str], spec: dict, changes: dict, **status: Any) -> dict
     - {updateStrategy: {type: OnDelete}}
     - {spec: {updateStrategy: {type: OnDelete}}, status: {updatedNumberScheduled: 1}}
     - RollingOut
-    - "OnDelete: delete the old pods with 'kubectl delete pod -n tools -l name=scx-rusty'"
+    - "run 'kubectl delete pod -n tools -l name=scx-rusty,managed-by=sked-controller'"
     parked:
     - [settled, older]
     - {}
