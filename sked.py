@@ -233,15 +233,13 @@ class Api:
                 yield response
         except SETUP_OR_NETWORK_ERRORS as error:
             METRICS.requested(method, 0)
-            if isinstance(error, SSLError):
-                self.must_connect = True
+            self.must_connect |= isinstance(error, SSLError)
             # without the details that vary, so that the same fault is logged once
-            cause = str(error).partition(" (")[0].rstrip(".")
+            cause = str(error).partition(". (")[0]
             raise ApiError(0, f"cannot talk to the API server: {cause}") from error
 
     def refusal(self, response: urllib3.BaseHTTPResponse) -> ApiError:
-        if response.status == 401:
-            self.must_connect = True
+        self.must_connect |= response.status == 401
         text = response.data.decode(errors="replace")
         with suppress(ValueError, KeyError, TypeError):
             text = json.loads(text)["message"]
@@ -283,7 +281,6 @@ class Reflector(dict):
         self.name = self.path.rpartition("/")[2]
         self.groups = defaultdict(dict)  # by group, then by key
         self.filled = threading.Event()
-        self.failures = 0  # in a row
 
     def keep(self, obj: dict) -> Any:
         """What the cache keeps of an object."""
@@ -301,10 +298,10 @@ class Reflector(dict):
         return list(self.groups.get(group, {}).values())
 
     def run(self) -> None:
-        version = ""
+        version, failures = "", 0
         while not self.operator.stop.is_set():
             since, version = version, ""  # which it stays if this try fails: then list again
-            self.failures += 1  # until the watch brings something
+            started = monotonic()
             try:
                 version = self.follow(since or self.fill())
             except ApiError as error:
@@ -312,8 +309,9 @@ class Reflector(dict):
                     self.operator.fault(self.name, str(error))
             except Exception:
                 log.exception("%s: bug in the watch loop", self.name)
-            # a pause even if all is well: some proxies end each watch at once
-            self.operator.stop.wait(backoff(self.failures, RECONNECT_SECONDS))
+            # one that did not last counts as a failure: some proxies end each watch at once
+            failures = failures + 1 if monotonic() < started + RECONNECT_SECONDS else 0
+            self.operator.stop.wait(backoff(failures, RECONNECT_SECONDS))
 
     def fill(self) -> str:
         """List everything into the cache. Returns the version to watch from."""
@@ -351,7 +349,6 @@ class Reflector(dict):
             self.operator.beat()
             if event:
                 last = self.handle(event)
-                self.failures = 0
             else:
                 self.operator.recovered(self.name)
         return last
@@ -360,7 +357,7 @@ class Reflector(dict):
         """Take in one event of a watch. Returns its version."""
         kind, obj = event["type"], event["object"]
         if kind == "ERROR":
-            raise ApiError(obj.get("code", 0), obj.get("message", "the watch failed"))
+            raise ApiError(obj["code"], obj["message"])
         if kind != "BOOKMARK":
             self.store({key_of(obj): None if kind == "DELETED" else self.keep(obj)})
         return obj["metadata"]["resourceVersion"]
@@ -799,8 +796,10 @@ class Operator:
         what = f"{', '.join(changes)} of the DaemonSet" if have else "the DaemonSet"
         history.check_pace(what)
         if have:
-            # metadata comes first in want, and a change of it needs the stricter guard
-            guard = "resourceVersion" if what.startswith("metadata.") else "uid"
+            # see merge_patch: what parks, moves or shares a list needs the stricter guard
+            guard = (
+                "resourceVersion" if re.search("metadata|affinity|nodeSelector", what) else "uid"
+            )
             patch = merge_patch(have, target, guard)
             answer = self.write("PATCH", path_to(DAEMONSETS, *key), patch)
         else:
@@ -946,7 +945,7 @@ class History:
     def __init__(self) -> None:
         self.wrote_at = -inf  # when we last wrote the DaemonSet or the status
         self.generations = {}  # of the DaemonSet after our last write, by its uid
-        self.overruled = {}  # what admission changed of that write: the wanted values, by path
+        self.overruled = None  # what admission changed of that write: the wanted values, by path
         self.wanted = 0  # a hash of the DaemonSet that we want
         self.was_applied = False  # whether the DaemonSet has ever been as we want it now
         self.repairs = {}  # by what was repaired: how often in a row, and when the next one may be
@@ -1251,8 +1250,8 @@ def merge_patch(have: dict, target: dict, guard: str = "resourceVersion") -> dic
 
     It carries one field that has not changed, the guard, and the API server refuses the patch if
     that is no longer so. The resourceVersion guards against any change since we looked, for lists
-    that we share and for parking. It would often fail while the DaemonSet's status changes, so a
-    plain repair has the uid, in case another DaemonSet has taken the name.
+    that we share and for moves to other nodes. It would often fail while the DaemonSet's status
+    changes, so a plain repair has the uid, in case another DaemonSet has taken the name.
     """
     patch = {}
     for name in have | target:
@@ -1314,7 +1313,7 @@ def not_in(pairs: Selector) -> dict:
     }
 
 
-def park(want: dict, have: dict, pods: list[Pod], overruled: dict) -> dict:
+def park(want: dict, have: dict, pods: list[Pod], overruled: dict | None) -> dict:
     """The DaemonSet to ask for: want, or want parked if its pods need not restart.
 
     A change of the placement only says who gets which node, so running pods need not follow it:
@@ -1327,7 +1326,8 @@ def park(want: dict, have: dict, pods: list[Pod], overruled: dict) -> dict:
     is_same = others in ({}, overruled)  # admission may overrule us: that is not news
     if parked := annotation(have, PARKED):
         # Somebody else changed the template, and a pod was made from it before we could undo that.
-        is_spoilt = not is_same and made_from(have, pods)
+        # Or it was admission: after a restart we cannot tell before our first write.
+        is_spoilt = overruled is not None and not is_same and made_from(have, pods)
         parks = parked == fingerprint(want, have) and not is_spoilt
     else:
         parks = moves and is_same and is_rolled_out(have, pods)  # or Blocked, for now
