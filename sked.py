@@ -945,7 +945,7 @@ class History:
     def __init__(self) -> None:
         self.wrote_at = -inf  # when we last wrote the DaemonSet or the status
         self.generations = {}  # of the DaemonSet after our last write, by its uid
-        self.overruled = None  # what admission changed of that write: the wanted values, by path
+        self.overruled = {}  # what admission changed of that write: the wanted values, by path
         self.wanted = 0  # a hash of the DaemonSet that we want
         self.was_applied = False  # whether the DaemonSet has ever been as we want it now
         self.repairs = {}  # by what was repaired: how often in a row, and when the next one may be
@@ -1313,7 +1313,7 @@ def not_in(pairs: Selector) -> dict:
     }
 
 
-def park(want: dict, have: dict, pods: list[Pod], overruled: dict | None) -> dict:
+def park(want: dict, have: dict, pods: list[Pod], overruled: dict) -> dict:
     """The DaemonSet to ask for: want, or want parked if its pods need not restart.
 
     A change of the placement only says who gets which node, so running pods need not follow it:
@@ -1326,8 +1326,7 @@ def park(want: dict, have: dict, pods: list[Pod], overruled: dict | None) -> dic
     is_same = others in ({}, overruled)  # admission may overrule us: that is not news
     if parked := annotation(have, PARKED):
         # Somebody else changed the template, and a pod was made from it before we could undo that.
-        # Or it was admission: after a restart we cannot tell before our first write.
-        is_spoilt = overruled is not None and not is_same and made_from(have, pods)
+        is_spoilt = not is_same and made_from(have, pods)
         parks = parked == fingerprint(want, have) and not is_spoilt
     else:
         parks = moves and is_same and is_rolled_out(have, pods)  # or Blocked, for now
