@@ -2335,12 +2335,12 @@ def test_sked_reconnects_within_ten_seconds_of_any_outage(mocker):
     down = sked.ApiError(0, "down")
     page = {"metadata": {"resourceVersion": "1"}}
     found = pauses(mocker, [*[down] * 9, page] * 6, [{}, CUT_OFF], 50)
-    assert 5 < max(found) <= 8
+    assert 5 < max(found) <= 8 >= sked.backoff(9999, 8)
     assert max(found[::10]) <= 1
     assert max(found[1::10]) <= 2
 
 
-@pytest.mark.parametrize("events", [[{}], [{}, CUT_OFF]], ids=["end", "fail"])
+@pytest.mark.parametrize("events", [[{}], [{}, CUT_OFF], [{}, {"a": "bug"}]])
 def test_watches_that_end_at_once_are_opened_less_and_less_often(mocker, events):
     found = pauses(mocker, [{"metadata": {"resourceVersion": "1"}}] * 9, events, 5)
     assert found[0] <= 1 and found[-1] > 5
@@ -2348,7 +2348,7 @@ def test_watches_that_end_at_once_are_opened_less_and_less_often(mocker, events)
 
 def test_failed_work_is_retried_at_once_when_an_outage_ends(world, server):
     world.start()
-    waits = {sked.RECONNECT_SECONDS: 0.05, sked.RETRY_SECONDS: 60.0}
+    waits = {sked.RECONNECT_SECONDS: 0.05, sked.RETRY_SECONDS: 600.0}
     world.set("backoff", lambda failures, most: waits[most])
     refused = server.fault("POST", "/daemonsets")
     world.add()
@@ -2558,6 +2558,7 @@ def test_a_rejected_daemonset_is_reported_and_retried_and_blocks_no_other(world,
 def test_repeated_server_errors_are_reported_as_rejected(world, server):
     failing = server.fault("POST", "/daemonsets", None)
     world.deploy("Rejected")
+    assert failing.hits > 4
     failing.clear()
     world.expect("RollingOut")
     events = [event["reason"] for event in server.list("events")]
@@ -2873,12 +2874,6 @@ def test_the_probe_waits_for_a_scheduler_tolerates_a_gap_and_fails_when_it_is_go
         assert probe.ends() == (1, NOTHING.format(probe.state, "disabled"))
 
 
-def test_build_daemonset_does_not_modify_the_schedext():
-    obj = given(**copy(ALL_FIELDS))
-    sked.build_daemonset(obj, [obj])
-    assert obj == given(**ALL_FIELDS)
-
-
 def test_a_manifest_that_was_never_applied_has_no_owner_and_no_namespace():
     built = sked.build_daemonset({"metadata": {"name": "x"}, "spec": {"sched": RUSTY}})
     assert built["metadata"] == {"name": "x", "labels": {"managed-by": "sked-controller"}}
@@ -3165,14 +3160,6 @@ def test_an_added_or_removed_field_is_added_to_or_removed_from_the_daemonset(les
     assert patched(stored(**more), wanted(**less)) == omit_empty(stored(**less))
 
 
-def test_our_owner_reference_is_restored_and_those_of_others_stay():
-    (ours,) = STORED["metadata"]["ownerReferences"]
-    other = {"apiVersion": "v1", "kind": "ConfigMap", "name": "x", "uid": "c-1"}
-    have = changed("metadata.ownerReferences", [ours | {"controller": False}, other])
-    assert differences(wanted(), have) == ["metadata.ownerReferences"]
-    assert patched(have, wanted())["metadata"]["ownerReferences"] == [ours, other]
-
-
 @pytest.mark.parametrize(
     "image, policy",
     table("""
@@ -3201,6 +3188,8 @@ def test_an_unset_pull_policy_goes_back_to_the_api_servers_default(image, policy
     exponent: [1e3, 1k, true]
     rounded up: [100u, 1m, true]
     different: ["1", "2", false]
+    nonsense: [abc, "1", false]
+    infinite: [inf, "1", false]
     """),
 )
 def test_equal_quantities_are_equal_however_they_are_written(want, have, same):
@@ -3256,6 +3245,7 @@ def is_parked(target: dict) -> bool:
     all pods are current: [{}, {}, [settled, settled], true]
     a new nodeSelector: [{nodeSelector: {a: b}}, {}, [settled, settled], true]
     a new minReadySeconds: [{minReadySeconds: 35}, {}, [settled], true]
+    one is on a tainted node: [{}, {status: {numberMisscheduled: 1}}, [settled, settled], true]
     a node is lost: [{}, {status: {desiredNumberScheduled: 3}}, [settled, settled], true]
     the status still counts a lost node:
     - {}
@@ -3406,6 +3396,7 @@ def up(seconds: int, ready: bool = True) -> dict:
     "container, status, reason, words",
     table("""
     starting: [{state: {waiting: {reason: ContainerCreating}}}, {}, "", ""]
+    initializing: [{state: {waiting: {reason: PodInitializing}}}, {}, "", ""]
     no state yet: [{}, {}, "", ""]
     up: [{state: {running: {}}, lastState: {}}, {}, "", ""]
     ErrImagePull:
@@ -3735,7 +3726,7 @@ def test_the_status_counts_nodes_lists_failures_and_keeps_foreign_conditions():
           lastTransitionTime: "2026-01-02T03:04:05Z"
         """
     theirs = [{"type": "Approved", "status": "True"}]
-    status = status_of(["settled", "crashing"], {}, {}, conditions=theirs)
+    status = status_of(["settled", "crashing"], {}, {}, conditions=theirs, observedGeneration=0)
     assert status == yaml.safe_load(expected)
 
 
@@ -3877,7 +3868,7 @@ def test_hanging_events_delay_nothing_else(world, server):
     world.drift(in_template(hostPID=True))
     eventually(lambda: hang.hits)
     world.edit(sched=LAVD)
-    eventually(lambda: world.image() == LAVD)
+    eventually(lambda: world.image() == LAVD, 20)  # less than REQUEST_SECONDS
 
 
 def test_a_foreign_condition_survives_a_concurrent_status_write(world, server, kubelets):
@@ -4422,6 +4413,7 @@ def test_one_of_three_replicas_leads_and_hands_over_on_sigterm(server, replica):
     eventually(lambda: lease(server)["renewTime"] > before["renewTime"])
 
     assert first.stop() == 0
+    assert "".join(first.lines).count(" leading") == 1
     holders = [dig(change.obj, ".spec.holderIdentity") for change in server.log["leases"]]
     assert "" in holders  # released, so nobody waits until it expires
     eventually(lambda: leading(replicas))
@@ -4525,7 +4517,7 @@ def test_a_leader_keeps_leading_if_every_answer_is_slow(server, mocker):
     def slowly(method, path, body=None, timeout=30.0):
         clock.return_value += 3.5
         led.append(elector.leads())
-        assert timeout > 3.5
+        assert 3.5 < timeout < 5
         return request(method, path, body)
 
     mocker.patch.object(api, "request", side_effect=slowly)
@@ -4628,7 +4620,9 @@ def test_a_histogram_has_all_its_buckets_in_order():
     assert buckets == [1, 1, 2, 2, 3]
 
 
-def test_only_users_whom_the_api_server_allows_can_read_metrics(server, operate, caplog):
+def test_only_users_whom_the_api_server_allows_can_read_metrics(
+    server, operate, caplog, monkeypatch
+):
     caplog.set_level(logging.DEBUG)
     server.tokens |= {"token-of-reader": "reader", "token-of-nobody": "nobody"}
     binding = {
@@ -4649,6 +4643,9 @@ def test_only_users_whom_the_api_server_allows_can_read_metrics(server, operate,
     server.fault("POST", "/subjectaccessreviews", action="drop")
     server.tokens["token-of-late"] = "reader"
     assert [get("token-of-late") for _ in range(2)] == [503, 200]
+    del server.tokens["token-of-late"]
+    monkeypatch.setattr(sked, "monotonic", lambda: time.monotonic() + 60)
+    assert get("token-of-late") == 401
     assert "token-of" not in caplog.text
 
 
@@ -4722,6 +4719,7 @@ def test_a_failed_start_says_why_in_one_line(home, monkeypatch, flags, words):
     T for true: [--leader-elect=T, leader_elect, true]
     0 for false: [--metrics-secure=0, metrics_secure, false]
     zap flag with true: [--zap-devel=true, leader_elect, false]
+    zap flag with a word: [--zap-encoder=json, leader_elect, false]
     zap flag with a number: [--zap-log-level=5, log_level, info]
     HTTP/2: [--enable-http2=true, metrics_secure, true]
     no metrics by default: [--leader-elect, metrics_bind_address, "0"]
@@ -4745,6 +4743,13 @@ def test_unsupported_flags_are_refused_with_a_reason(capsys, flag, words):
     assert words in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_the_lease_is_in_the_pods_own_namespace(mocker):
+    opened = mocker.patch("builtins.open", mocker.mock_open(read_data="team-a\n"))
+    assert sked.pod_namespace() == "team-a"
+    path = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
+    assert opened.call_args == mocker.call(path)
+
+
 def test_render_prints_daemonsets_that_yield_to_each_other(capsys, tmp_path):
     objs = [schedext("all"), {"kind": "Pod"}, schedext("pool", LAVD, nodeSelector=A)]
     (tmp_path / "file").write_text(yaml.safe_dump_all(objs))
@@ -4763,6 +4768,7 @@ def test_render_prints_daemonsets_that_yield_to_each_other(capsys, tmp_path):
     table("""
     no spec: ["{kind: SchedExt, metadata: {name: x}}", "spec.sched is missing: it names the image"]
     no name: ["{kind: SchedExt, spec: {sched: x}}", metadata.name is missing]
+    a number: ["{kind: SchedExt, metadata: {name: 5}, spec: {sched: x}}", metadata.name is missing]
     spec not a map: ["{kind: SchedExt, metadata: {name: x}, spec: text}", spec.sched is missing]
     empty image: ["{kind: SchedExt, metadata: {name: x}, spec: {sched: ''}}", spec.sched is missing]
     image not text: ["{kind: SchedExt, metadata: {name: x}, spec: {sched: 5}}", spec.sched must be]
