@@ -4751,12 +4751,14 @@ def test_the_lease_is_in_the_pods_own_namespace(mocker):
 
 
 def test_render_prints_daemonsets_that_yield_to_each_other(capsys, tmp_path):
-    objs = [schedext("all"), {"kind": "Pod"}, schedext("pool", LAVD, nodeSelector=A)]
+    day = datetime(2020, 1, 2).date()  # as YAML reads it
+    objs = [schedext("all", args=[day]), {"kind": "Pod"}, schedext("pool", LAVD, nodeSelector=A)]
     (tmp_path / "file").write_text(yaml.safe_dump_all(objs))
     assert not sked.main([f"--render={tmp_path}/file"])
     out = capsys.readouterr().out
     pods = [pod_spec(obj) for obj in yaml.safe_load_all(out)]
     assert [pod["containers"][0]["image"] for pod in pods] == [RUSTY, LAVD]
+    assert pods[0]["containers"][0]["args"] == ["2020-01-02"]
     [rule] = dig(pods[0], f"{TERMS}[0].matchExpressions")
     assert rule == {"key": "pool", "operator": "NotIn", "values": ["a"]}
     got = yaml.safe_dump({"kind": "List", "items": objs})
