@@ -940,7 +940,7 @@ def check_control(schedext: dict, daemonset: dict) -> None:
 
 
 class History:
-    """What sked did and saw for one SchedExt. A restart may lose it."""
+    """What sked did and saw for one SchedExt. A restart loses it, which does no lasting harm."""
 
     def __init__(self) -> None:
         self.wrote_at = -inf  # when we last wrote the DaemonSet or the status

@@ -2568,7 +2568,6 @@ def test_repeated_server_errors_are_reported_as_rejected(world, server):
 def test_no_status_is_written_in_a_terminating_namespace(world, server):
     why = "unable to create new content in namespace default because it is being terminated"
     server.webhook = admission("create daemonsets", refuse("", why))
-    world.set("BLOCKED_SECONDS", 0.1)
     world.start()
     world.add()
     eventually(lambda: sum(request.status == 403 for request in server.writes()) > 7)
@@ -4194,6 +4193,7 @@ def test_a_hanging_daemonset_watch_is_not_mistaken_for_a_fight(world, server, ca
     one pod was old at the first look: [[[A, 3, r1 1 r2 2], [A, 3, r1 1]], true]
     rolled back before any pod was new: [[[A, 1, r1 1], [B, 2, r1 1], [A, 3, r1 1]], true]
     rolled back after one pod was new: [[[A, 1, r1 1], [B, 2, r1 1 r2 2], [A, 3, r1 1 r1 3]], true]
+    rolled back after the only new pod was lost: [[[B, 2, r1 1 r2 2], [A, 3, r1 1]], true]
     the DaemonSet watch is slower: [[[A, 1, r1 1], [A, 1, r2 2], [B, 2, r2 2]], true]
     """),
 )
