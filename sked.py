@@ -3,11 +3,18 @@
     API server --watch--> Reflector --key--> WorkQueue --> worker --> reconcile
     reconcile: what we want -> create or patch the DaemonSet -> build_status -> patch the status
 
-The operator itself is seven sections: pods, reconcile, what sked remembers, the DaemonSet, what
-differs, placement, status. Most others are what controller-runtime gives a Go operator: the API
-client, watching, the queue, the lease, metrics. They are written by hand because the kubernetes
-package's own client costs up to 30 MiB, rejects fields it does not know, and loses errors of
-watches and leases. Only its configuration, connection pool and two helpers are used.
+A Go operator's reconcile takes 60 lines, because controller-runtime supplies the rest. This file is
+both. The operator is in the sections pods, reconcile, what sked remembers, the DaemonSet, what
+differs, placement, status. The library's share is in the others: the API server, watching, the
+queue, the lease, health and metrics, the command line.
+
+Why not the kubernetes package's informer and leader election? Its informer fails on custom
+resources and does not say when it is filled, and its leader election goes by the wall clock and
+never releases the lease. Its typed API classes cost up to 27 MiB and drop fields that they do not
+know, so only its configuration, its connection pool and two helpers are used.
+
+Why not server-side apply? It cannot say that a field must be absent: a command, hostPID or a
+container that somebody adds to a privileged pod would stay. So sked compares, and removes them.
 
 Throughout this file:
     schedext   a SchedExt, as the plain dict that the API returns
@@ -16,7 +23,8 @@ Throughout this file:
     key        (namespace, name) of a SchedExt, and so of its DaemonSet
     selector   the pairs of a nodeSelector, as a set. A superset of another one is more specific,
                and wins the nodes that both select
-    parked     said of a DaemonSet that has only been given other nodes: its strategy is OnDelete
+    placement  a DaemonSet's nodeSelector and node affinity: which nodes it runs on
+    parked     a DaemonSet whose last change affected only its placement. Its strategy is OnDelete
                for now, so that the pods on the nodes it keeps do not restart
 
 Three rules keep it simple:
@@ -53,7 +61,6 @@ from contextlib import closing, contextmanager, suppress
 from datetime import datetime, timezone
 from math import ceil, inf
 from time import monotonic
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
@@ -78,8 +85,9 @@ log = logging.getLogger("sked")
 
 
 def backoff(failures: int, most: float) -> float:
-    """Seconds to wait after this many failures in a row: about 1, 2, 4, ...; 0.5 if none."""
-    return min(most, 2.0 ** min(failures - 1, 20)) * random.uniform(0.75, 1.0)
+    """Seconds to wait after this many failures in a row: about 1, 2, 4, ..."""
+    doublings = min(failures - 1, 20)
+    return min(most, 2.0**doublings) * random.uniform(0.75, 1.0)
 
 
 def timestamp(style: str = "%Y-%m-%dT%H:%M:%SZ") -> str:
@@ -87,8 +95,9 @@ def timestamp(style: str = "%Y-%m-%dT%H:%M:%SZ") -> str:
     return datetime.now(timezone.utc).strftime(style)
 
 
-def seconds_since(stamp: str) -> float:
-    return time.time() - datetime.fromisoformat(stamp.replace("Z", "+00:00")).timestamp()
+def unix_time(stamp: str) -> float:
+    """A timestamp of the API, in seconds."""
+    return datetime.fromisoformat(stamp.replace("Z", "+00:00")).timestamp()
 
 
 def key_of(obj: dict) -> Key:
@@ -117,6 +126,8 @@ LEASES = "/apis/coordination.k8s.io/v1{}/leases"
 CONNECT_SECONDS = 10.0
 REQUEST_SECONDS = 30.0  # for everything but a watch
 WATCH_SECONDS = 240  # after this the API server ends a watch
+RECONNECT_SECONDS = 8.0  # the longest wait before we try an API server that is down again
+FIELD_MANAGER = "sked"  # our name in managedFields: the API server takes it from the User-Agent
 POOL_CONNECTIONS = 12  # more than the threads that usually talk to the API server
 
 
@@ -176,7 +187,7 @@ class Api:
                 raise ValueError("the kubeconfig gives no credentials: its plugin may be failing")
             return {}
 
-    def get(self, path: str, timeout: float = REQUEST_SECONDS) -> dict | None:
+    def get(self, path: str, timeout: float | None = None) -> dict | None:
         """An object, or None if it does not exist."""
         try:
             return self.request("GET", path, timeout=timeout)
@@ -190,11 +201,11 @@ class Api:
         method: str,
         path: str,
         body: dict | None = None,
-        timeout: float = REQUEST_SECONDS,
+        timeout: float | None = None,
         **query: Any,
     ) -> dict:
-        """The JSON that the API server answers."""
-        with self.open(method, path, body, timeout, query) as response:
+        """The JSON that the API server answers. The timeout is REQUEST_SECONDS by default."""
+        with self.open(method, path, body, timeout or REQUEST_SECONDS, query) as response:
             return json.loads(response.data)
 
     def watch(self, path: str, **query: Any) -> Iterator[dict]:
@@ -214,7 +225,10 @@ class Api:
     ) -> Iterator[urllib3.BaseHTTPResponse]:
         """The response to a successful request. An error while reading it is an ApiError, too."""
         kind = "merge-patch+json" if method == "PATCH" else "json"
-        headers = {"Content-Type": f"application/{kind}", "User-Agent": f"sked/{__version__}"}
+        headers = {
+            "Content-Type": f"application/{kind}",
+            "User-Agent": f"{FIELD_MANAGER}/{__version__}",
+        }
         try:
             headers |= self.authorization()  # first: it may replace the manager
             response = self.manager.urlopen(
@@ -233,13 +247,15 @@ class Api:
                 yield response
         except SETUP_OR_NETWORK_ERRORS as error:
             METRICS.requested(method, 0)
-            self.must_connect |= isinstance(error, SSLError)
+            if isinstance(error, SSLError):
+                self.must_connect = True
             # without the details that vary, so that the same fault is logged once
             cause = str(error).partition(". (")[0]
             raise ApiError(0, f"cannot talk to the API server: {cause}") from error
 
     def refusal(self, response: urllib3.BaseHTTPResponse) -> ApiError:
-        self.must_connect |= response.status == 401
+        if response.status == 401:
+            self.must_connect = True
         text = response.data.decode(errors="replace")
         with suppress(ValueError, KeyError, TypeError):
             text = json.loads(text)["message"]
@@ -262,7 +278,6 @@ def client_tls(configuration: Configuration) -> ssl.SSLContext:
 # ---------------------------------------------------------------- watching
 
 OURS = {"managed-by": "sked-controller"}  # the label of every DaemonSet and pod that sked makes
-RECONNECT_SECONDS = 8.0  # at most: we watch again within 10 s of the API server's return
 PAGE_ITEMS = 100  # in each page of a list
 
 
@@ -298,20 +313,25 @@ class Reflector(dict):
         return list(self.groups.get(group, {}).values())
 
     def run(self) -> None:
-        version, failures = "", 0
+        version = ""
+        short_watches = 0  # in a row
         while not self.operator.stop.is_set():
-            since, version = version, ""  # which it stays if this try fails: then list again
             started = monotonic()
+            since = version
+            version = ""  # left empty on error, which forces a new list
             try:
                 version = self.follow(since or self.fill())
             except ApiError as error:
                 if error.status not in (404, 410):  # gone or too old: the next list will tell
                     self.operator.fault(self.name, str(error))
             except Exception:
-                log.exception("%s: bug in the watch loop", self.name)
-            # one that did not last counts as a failure: some proxies end each watch at once
-            failures = failures + 1 if monotonic() < started + RECONNECT_SECONDS else 0
-            self.operator.stop.wait(backoff(failures, RECONNECT_SECONDS))
+                log.exception("%s: unexpected error in the watch loop", self.name)
+            if monotonic() > started + RECONNECT_SECONDS:
+                short_watches = 0
+                continue
+            # A watch that did not last counts as a failure: some proxies end each watch at once.
+            short_watches += 1
+            self.operator.stop.wait(backoff(short_watches, RECONNECT_SECONDS))
 
     def fill(self) -> str:
         """List everything into the cache. Returns the version to watch from."""
@@ -325,7 +345,8 @@ class Reflector(dict):
             except ApiError as error:
                 if error.status != 404:
                     raise
-                self.store(dict.fromkeys(self))  # without the CRD there are no SchedExts
+                deleted = dict.fromkeys(self)  # without the CRD there are no SchedExts
+                self.store(deleted)
                 raise ApiError(
                     0,
                     f"the API server has no {self.name}: "
@@ -334,7 +355,8 @@ class Reflector(dict):
             for obj in page.get("items") or ():
                 items[key_of(obj)] = self.keep(obj)
             more = query["continue"] = page["metadata"].get("continue")
-        self.store(items | dict.fromkeys(self.keys() - items.keys()))  # the others are gone
+        deleted = dict.fromkeys(self.keys() - items.keys())
+        self.store(items | deleted)
         self.filled.set()
         return page["metadata"]["resourceVersion"]
 
@@ -409,6 +431,11 @@ class SchedExts(Reflector):
 class DaemonSets(Reflector):
     RESOURCE = DAEMONSETS
 
+    def keep(self, obj: dict) -> dict:
+        """The object with the name of its last editor, but without managedFields."""
+        editor = last_editor(obj["metadata"].get("managedFields") or ())
+        return super().keep(obj) | {"lastEditor": editor}
+
     def changed(self, old: dict | None, new: dict | None) -> None:
         """Queue its SchedExt: at once after an edit, to undo it soon. Everything else can wait,
         deletion included: the SchedExt may be gone as well, and its watch may not have said so."""
@@ -416,36 +443,42 @@ class DaemonSets(Reflector):
         self.operator.queue.add(key_of(new or old), 0.0 if is_edit else GATHER_SECONDS)
 
 
+def last_editor(managed_fields: Iterable[dict]) -> str:
+    """Who last changed an object, apart from sked and the writers of its status; may be empty."""
+    edits = [
+        (entry.get("time", ""), entry["manager"])
+        for entry in managed_fields
+        if entry.get("manager") not in (None, FIELD_MANAGER) and not entry.get("subresource")
+    ]
+    return max(edits, default=("", ""))[1]
+
+
 # ---------------------------------------------------------------- pods
 
 SCX, PROBE = "scx", "probe"  # the containers that sked puts into a pod
-CRASHED = "CrashLoopBackOff"  # the kubelet's reason; here also for a container that runs again
-SETTLE_SECONDS = 10.0  # to stay up: a pod that cannot attach looks ready for 2 s at every try
+CRASHED = "CrashLoopBackOff"  # also used for a container that crashed and is running again
+# How long a pod must stay up before it counts as ready: one that cannot attach looks ready for two
+# seconds at every try.
+SETTLE_SECONDS = 10.0
+CANNOT_RUN = (126, 127, 128)  # exit codes: the shell or the container runtime found no program
 
 Problem = tuple[str, str]  # reason and message, two empty strings if there is none
 
 
-class Pod(SimpleNamespace):
-    """What is kept of a pod. It is up while all of sked's containers are ready."""
+class Pod(NamedTuple):
+    """What sked keeps of a pod. If two are equal, nothing has changed that sked cares about."""
 
-    def __init__(self, obj: dict, old: Pod | None) -> None:
-        meta, spec, status = obj["metadata"], obj["spec"], obj["status"]
-        owner = controller_of(obj)
-        statuses = status.get("containerStatuses", ())
-        ours = {c["name"]: c for c in statuses if c["name"] in (SCX, PROBE)}
-        starts = [c["state"].get("running", {}).get("startedAt") for c in ours.values()]
-        self.key = meta["namespace"], owner.get("name", "")  # of its DaemonSet, and so its SchedExt
-        self.daemonset_uid = owner.get("uid", "")
-        self.name = meta["name"]
-        self.node = spec.get("nodeName") or target_node(spec)
-        self.revision = meta["labels"].get("controller-revision-hash")
-        self.template_generation = meta["labels"].get("pod-template-generation")
-        # when its containers started, by the node's clock; None unless all of them run
-        self.started = max(starts) if starts and all(starts) else None
-        self.is_up = bool(self.started) and all(c["ready"] for c in ours.values())
-        self.since = up_since(self, old)
-        # its last failure, even if it is up again
-        self.reason, self.message = pod_problem(meta, status, ours)
+    key: Key  # of its DaemonSet, and so of its SchedExt
+    daemonset_uid: str
+    name: str
+    node: str
+    revision: str  # of the template that it was made from
+    template_generation: str  # of the DaemonSet when it was made
+    started: str  # when its containers started, by the node's clock; empty unless all of them run
+    is_up: bool  # all of sked's containers are running and ready
+    since: float  # when it came up, by monotonic(); infinite until it does
+    reason: str  # of its last failure, even if it is up again
+    message: str
 
     def settles_in(self, now: float, settle: float) -> float:
         """Seconds until it has been up for long enough; infinite until it comes up."""
@@ -460,14 +493,14 @@ class Pods(Reflector):
     RESOURCE = PODS
 
     def keep(self, obj: dict) -> Pod | None:
-        """None if it is on its way out: it may run for a while, but no longer counts."""
+        """None if the pod is on its way out: it may run for a while, but no longer counts."""
         if "deletionTimestamp" in obj["metadata"]:
             return None
         old = self.get(key_of(obj))
         try:
-            return Pod(obj, old)
-        except Exception:  # one that we cannot read must not stop the others
-            log.exception("pods: bug in reading %s/%s", *key_of(obj))
+            return read_pod(obj, old)
+        except Exception:  # a pod that we cannot read must not stop the others
+            log.exception("%s/%s: unexpected error in reading this pod", *key_of(obj))
             return old
 
     def group_of(self, pod: Pod) -> str:
@@ -477,18 +510,45 @@ class Pods(Reflector):
         self.operator.queue.add((new or old).key, GATHER_SECONDS)
 
 
-def up_since(pod: Pod, old: Pod | None) -> float:
+def read_pod(obj: dict, old: Pod | None) -> Pod:
+    """The facts about a pod, given what we knew of it before."""
+    meta, spec, status = obj["metadata"], obj["spec"], obj["status"]
+    owner = controller_of(obj)
+    statuses = status.get("containerStatuses", ())
+    ours = {c["name"]: c for c in statuses if c["name"] in (SCX, PROBE)}
+    starts = [c["state"].get("running", {}).get("startedAt") for c in ours.values()]
+    started = max(starts) if starts and all(starts) else ""
+    is_up = bool(started) and all(c["ready"] for c in ours.values())
+    reason, message = pod_problem(meta, status, ours)
+    return Pod(
+        key=(meta["namespace"], owner.get("name", "")),
+        daemonset_uid=owner.get("uid", ""),
+        name=meta["name"],
+        node=spec.get("nodeName") or target_node(spec),
+        revision=meta["labels"].get("controller-revision-hash", ""),
+        template_generation=meta["labels"].get("pod-template-generation", ""),
+        started=started,
+        is_up=is_up,
+        since=up_since(started, is_up, old),
+        reason=reason,
+        message=message,
+    )
+
+
+def up_since(started: str, is_up: bool, old: Pod | None) -> float:
     """When a pod came up, by monotonic(); infinite if these containers never did.
 
     If we saw it come up, that moment counts, because the node's clock may be wrong. If it was up
     before we looked, the node's timestamp counts, so that a restart of sked changes nothing. It
     still counts if the pod is unready for a moment, as it is when the kubelet restarts.
     """
-    if old and old.started == pod.started and old.since < inf:
+    if old and old.started == started and old.since < inf:
         return old.since
-    if not pod.is_up:
+    if not is_up:
         return inf
-    return monotonic() if old else monotonic() - max(0.0, seconds_since(pod.started))
+    if old:
+        return monotonic()
+    return monotonic() - max(0.0, time.time() - unix_time(started))
 
 
 def target_node(spec: dict) -> str:
@@ -511,14 +571,7 @@ def pod_problem(meta: dict, status: dict, containers: dict) -> Problem:
     reason, message = container_problem(scx, logs)
     if reason and not had_settled(scx, probe):
         return reason, message
-    reason, message = container_problem(probe, f"{logs} -c probe")
-    died = last_end(probe)
-    if reason == CRASHED and died.get("exitCode") == 1:  # it says that no scheduler is attached
-        return "NotAttached", f"{last_words(died) or 'no scheduler is attached'}; see '{logs}'"
-    return (
-        reason,
-        reason and f"the probe does not run (its image needs sh and grep): {message}",
-    )
+    return probe_problem(probe, logs)
 
 
 def container_problem(container: dict, logs: str) -> Problem:
@@ -538,13 +591,24 @@ def container_problem(container: dict, logs: str) -> Problem:
     return CRASHED, f"{message}; see '{logs}{' --previous' if restarts else ''}'"
 
 
+def probe_problem(probe: dict, logs: str) -> Problem:
+    """The probe ends when no scheduler is attached, unless it could not run at all."""
+    reason, message = container_problem(probe, f"{logs} -c {PROBE}")
+    died = last_end(probe)
+    if reason == CRASHED and died.get("exitCode") not in CANNOT_RUN:
+        return "NotAttached", f"{last_words(died) or 'no scheduler is attached'}; see '{logs}'"
+    if reason:
+        message = f"the probe does not run (its image needs sh and grep): {message}"
+    return reason, message
+
+
 def had_settled(scx: dict, probe: dict) -> bool:
     """Whether scx had stayed up when the probe ended, so that an earlier crash does not matter."""
     started = scx["state"].get("running", {}).get("startedAt")
     ended = last_end(probe).get("finishedAt")  # null if the kubelet lost the container
     if not started or not ended:
         return False
-    return seconds_since(started) - seconds_since(ended) > SETTLE_SECONDS  # between the two
+    return unix_time(ended) - unix_time(started) > SETTLE_SECONDS
 
 
 def last_end(container: dict) -> dict:
@@ -590,7 +654,7 @@ class WorkQueue:
                     if when <= now:
                         del self.due[key]
                         self.busy.add(key)
-                        self.condition.notify()  # somebody else should wait for the next one
+                        self.condition.notify()  # wake another worker to wait for the next key
                         return key
                     wait = min(wait, when - now)
             self.condition.wait(wait)
@@ -600,26 +664,20 @@ class WorkQueue:
         self.failures.pop(key, None)
         self.done(key, look_again)
 
-    def failed(self, key: Key) -> None:
+    def failed(self, key: Key, longest_wait: float) -> None:
         """Work on the key again, later each time."""
         self.failures[key] += 1
-        self.done(key, backoff(self.failures[key], RETRY_SECONDS))
+        self.done(key, backoff(self.failures[key], longest_wait))
 
     def done(self, key: Key, look_again: float) -> None:
         with self.condition:
             self.busy.remove(key)
             self.add(key, look_again)
-            self.condition.notify()  # it may be due already, or the last one
+            self.condition.notify()  # the key may be due again, or close() may be waiting
 
     def attempts(self, key: Key) -> int:
         """How often a key has failed in a row."""
         return self.failures[key]
-
-    def retry_now(self) -> None:
-        """Work at once on all keys that failed, and count afresh."""
-        for key in list(self.failures):
-            self.failures[key] = 0
-            self.add(key)
 
     def depth(self) -> int:
         """How many keys wait for a worker."""
@@ -641,20 +699,18 @@ class WorkQueue:
 WORKERS = 4  # enough to hide the API server's latency
 STUCK_SECONDS = 360.0  # a thread that shows no sign of life for this long is stuck
 FINISH_SECONDS = 0.8  # for the work under way when we are told to stop
-EVENT_SECONDS = 0.9  # for sending an event: less than GATHER_SECONDS, so no status is late
+EVENT_SECONDS = 0.9  # for sending an event, so that one that hangs does not delay the status
 PATIENCE = 4  # after more failures in a row, the status reports even what may be transient
-DESIRED = "desiredNumberScheduled"  # counts of a DaemonSet: nodes that should have a pod,
-CURRENT = "currentNumberScheduled"  # those of them that have one,
-UPDATED = "updatedNumberScheduled"  # and those that have one of the current template
 
 
 class Blocked(Exception):
     """Why the DaemonSet cannot be written, or not yet: reason and message for the status."""
 
-    def __init__(self, reason: str, message: str, look_again: float = BLOCKED_SECONDS) -> None:
+    def __init__(self, reason: str, message: str, look_again: float | None = None) -> None:
         super().__init__(message)
         self.reason = reason
-        self.look_again = look_again  # after this many seconds
+        # after this many seconds
+        self.look_again = BLOCKED_SECONDS if look_again is None else look_again
 
 
 class Operator:
@@ -667,7 +723,7 @@ class Operator:
         self.queue = WorkQueue()
         self.histories = defaultdict(History)  # by key
         self.beats = {}  # the last sign of life, by thread
-        self.faults = {}  # of the API server, by the reflector (or lease) that met them
+        self.faults = {}  # failures to reach the API server, by who met them
         self.lock = threading.Lock()
         self.schedexts = SchedExts(self, namespace)
         self.daemonsets = DaemonSets(self, namespace)
@@ -709,14 +765,10 @@ class Operator:
             self.faults[who] = message
 
     def recovered(self, who: str) -> None:
-        """Note that somebody reaches the API server again. Once all do, retry at once what failed.
-
-        With leader election this is for short outages only: after 10 s the leader exits.
-        """
+        """Note that somebody reaches the API server again, and log it once all do."""
         with self.lock:
             if self.faults.pop(who, None) and not self.faults:
                 log.info("the API server answers again")
-                self.queue.retry_now()
 
     def work(self) -> None:
         for reflector in self.reflectors:
@@ -729,91 +781,112 @@ class Operator:
     def process(self, key: Key) -> None:
         """Reconcile a key and queue it again. All errors end here."""
         started, result = monotonic(), "success"
+        longest_wait = RETRY_SECONDS
         try:
             self.queue.succeeded(key, self.reconcile(key))
+            self.recovered("/".join(key))
         except Exception as error:
             result = "error"
             if not isinstance(error, ApiError):
-                log.exception("%s/%s: bug", *key)
+                log.exception("%s/%s: unexpected error", *key)
+            elif error.status == 0:  # an outage: logged once, however many keys it affects
+                self.fault("/".join(key), str(error))
+                longest_wait = RECONNECT_SECONDS
             elif error.status in (404, 409):
                 result = "requeue"  # our cache is behind
             elif not self.queue.attempts(key):
                 log.warning("%s/%s: %s; trying again", *key, error)
-            self.queue.failed(key)
+            self.queue.failed(key, longest_wait)
         METRICS.reconciled(result, monotonic() - started)
 
     def reconcile(self, key: Key) -> float:
         """Make the DaemonSet and the status of one SchedExt what they should be.
 
-        Writes the DaemonSet or the status, never both: the DaemonSet at once, the status not within
-        a second of the last write for that key. Returns the seconds until another look is due.
+        A pass writes at most once. Returns the seconds until another look is due.
         """
         schedext = self.schedexts.get(key)
         if not schedext or "deletionTimestamp" in schedext["metadata"]:
-            self.histories.pop(key, None)  # the garbage collector deletes its DaemonSet
+            if self.histories.pop(key, None):
+                log.info("%s/%s: deleted; the garbage collector deletes its DaemonSet", *key)
             return inf
-        blocked, daemonset = None, self.daemonsets.get(key)
+        blocked = None
+        daemonset = self.daemonsets.get(key)
         try:
-            daemonset = self.apply(key, schedext)
+            daemonset, wrote = self.apply(key, schedext)
+            if wrote:
+                return GATHER_SECONDS  # the status follows when the controller has had a moment
         except Blocked as error:
             blocked = error
         except InvalidSpec as error:
             blocked = Blocked("Rejected", str(error))
         except ApiError as error:
+            # A refusal, or a fault that does not pass, belongs in the status. A namespace that is
+            # being deleted refuses everything, and its SchedExts are about to go.
             is_lasting = error.status in (400, 403, 422) or self.queue.attempts(key) > PATIENCE
-            if not is_lasting or "is being terminated" in str(error):  # said of a namespace
+            if not is_lasting or "is being terminated" in str(error):
                 raise
             blocked = Blocked("Rejected", f"cannot apply the DaemonSet: {str(error)[:1000]}")
         view = self.look(key, schedext, daemonset or NO_DAEMONSET)
         status = build_status(view, blocked, timestamp())
         if status != schedext["status"]:
-            # If apply has just written, this is about a second: the next pass writes the status.
             early = self.histories[key].status_due_in()
             if early > 0:
                 return early
             self.write_status(key, schedext, status)
         return max(GATHER_SECONDS, changes_in(view, blocked))
 
-    def apply(self, key: Key, schedext: dict) -> dict:
-        """The DaemonSet, created or patched if it was not as wanted.
+    def apply(self, key: Key, schedext: dict) -> tuple[dict, bool]:
+        """The DaemonSet, and whether it has just been created or patched.
 
         Raises Blocked if it must not be written now.
         """
         history = self.histories[key]
         want = owned_fields(schedext, list(self.schedexts.groups))  # by selector
-        have = self.find(key, schedext)
+        have = self.cached_or_fetched(key, schedext)
+        target, changes = as_wanted(have, want)
         if have:
             check_control(schedext, have)
             pods = self.pods.select(have["metadata"]["uid"])
-            history.pods_are_current(have, pods)  # remember their revision before it changes
-            # from here on, want may be the parked form
-            want = park(want, have, pods, history.overruled)
-        changes = {}
-        target = as_wanted(have, want, changes)  # which fills in the changes
-        history.note_wanted(want, is_applied=not changes)
+            if changes and should_be_parked(want, have, changes, pods, history):
+                # Its pods run what is wanted: they need not restart on the nodes that it keeps.
+                want = parked_form(want, have)
+                target, changes = as_wanted(have, want)
+        is_repair = want == history.wanted
+        if is_repair and history.is_untouched(have):
+            # The spec is as our own write left it, so admission made this of it: accepted.
+            # Labels, annotations and owners have no generation to go by, so they still count.
+            changes = {
+                path: value for path, value in changes.items() if path.startswith("metadata.")
+            }
         if not changes:
-            return have
-        what = f"{', '.join(changes)} of the DaemonSet" if have else "the DaemonSet"
-        history.check_pace(what)
+            history.remember(want, have)
+            return have, False
+        if is_repair:
+            history.check_pace(drift_sentence(have, changes))
         if have:
-            # see merge_patch: what parks, moves or shares a list needs the stricter guard
-            guard = (
-                "resourceVersion" if re.search("metadata|affinity|nodeSelector", what) else "uid"
-            )
+            guard = guard_for(changes, is_repair)
             patch = merge_patch(have, target, guard)
             answer = self.write("PATCH", path_to(DAEMONSETS, *key), patch)
         else:
             answer = self.write("POST", path_to(DAEMONSETS, key[0]), target)
-        repairs = history.wrote_daemonset(want, answer, what)
-        if repairs == 1:
-            self.send_event(schedext, "DriftUndone", f"put back {what}")
-        if repairs < 2:
-            log.info("%s/%s: applied %s", *key, what)
-        elif repairs == 2:
-            log.warning("%s/%s: somebody keeps changing %s", *key, what)
-        return answer
+        history.wrote_daemonset(want, answer, is_repair)
+        _, overruled = as_wanted(answer, want)
+        if overruled:
+            log.info(
+                "%s/%s: admission changed %s of the DaemonSet; sked accepts that",
+                *key,
+                ", ".join(overruled),
+            )
+        applied = [path for path in changes if path not in overruled]
+        if is_repair:
+            # Under a policy that rewrites a field, an edit of that field alone leaves none.
+            self.report_drift(key, schedext, drift_sentence(have, applied or changes))
+        elif applied:
+            what = f"changed {', '.join(applied)} of" if have else "created"
+            log.info("%s/%s: %s the DaemonSet", *key, what)
+        return answer, True
 
-    def find(self, key: Key, schedext: dict) -> dict:
+    def cached_or_fetched(self, key: Key, schedext: dict) -> dict:
         """The DaemonSet, or {} if there is none.
 
         Usually the cache knows. We ask the API server after a failure, when the cache is older than
@@ -825,51 +898,83 @@ class Operator:
         if found:
             is_doubtful = not controller_of(found) or history.is_ahead_of(found)
         else:
-            is_doubtful = schedext["status"] or history.was_applied
-        if self.queue.attempts(key) or is_doubtful:
-            found = self.api.get(path_to(DAEMONSETS, *key))
-            if not found or not controller_of(found):
-                there = self.api.request("GET", path_to(SCHEDEXTS, *key))["metadata"]
-                if there["uid"] != schedext["metadata"]["uid"] or "deletionTimestamp" in there:
-                    raise ApiError(404, "it was deleted")
-        return found or {}
+            is_doubtful = bool(schedext["status"] or history.wanted)
+        if not is_doubtful and not self.queue.attempts(key):
+            return found or {}
+        found = self.api.get(path_to(DAEMONSETS, *key))
+        if not found or not controller_of(found):
+            self.check_existence(key, schedext)
+        return self.daemonsets.keep(found) if found else {}
+
+    def check_existence(self, key: Key, schedext: dict) -> None:
+        """Raise an ApiError (404) if the SchedExt has been deleted, or is another one by now."""
+        there = self.api.request("GET", path_to(SCHEDEXTS, *key))["metadata"]
+        if there["uid"] != schedext["metadata"]["uid"] or "deletionTimestamp" in there:
+            raise ApiError(404, "the SchedExt was deleted")
+
+    def report_drift(self, key: Key, schedext: dict, drift: str) -> None:
+        """Log and send each repair, until they become a fight: then the status tells about it."""
+        repairs = self.histories[key].repairs
+        if repairs > QUICK_REPAIRS + 1:
+            return
+        message = f"{drift}; sked has reverted it"
+        if repairs > QUICK_REPAIRS:
+            message += f" {repairs} times and is backing off"
+        log.warning("%s/%s: %s", *key, message)
+        self.send_event(schedext, "DriftUndone", message)
 
     def look(self, key: Key, schedext: dict, daemonset: dict) -> View:
-        """What build_status needs to know. It also tells the history what the counts are now."""
+        """What build_status needs to know."""
         now = monotonic()
         if controller_of(daemonset).get("uid") != schedext["metadata"]["uid"]:
             daemonset = NO_DAEMONSET
         settle = max(SETTLE_SECONDS, daemonset["spec"].get("minReadySeconds", 0))
         pods = self.pods.select(daemonset["metadata"]["uid"])
+        up = [pod for pod in pods if pod.is_up]
+        waits = [pod.settles_in(now, settle) for pod in up]
         failing = [pod for pod in pods if pod.fails(now, settle)]
+        desired, current = number(daemonset, DESIRED), number(daemonset, CURRENT)
+        counts = (desired, current, number(daemonset, UPDATED))
+        was_failing = condition(schedext["status"], "Ready").get("reason") == "NodesFailing"
+        return View(
+            schedext=schedext,
+            daemonset=daemonset,
+            pods=pods,
+            failing=failing,
+            rivals=self.rivals(key, failing, settle) if failing else {},
+            winners=[] if desired else self.winners(schedext),
+            settle=settle,
+            up=len(up),
+            settling=[wait for wait in waits if wait > 0],
+            lacking=desired - current,
+            steady=self.histories[key].steady_seconds(counts, was_failing),
+        )
+
+    def rivals(self, key: Key, failing: list[Pod], settle: float) -> dict:
+        """By node where a pod of ours fails: the SchedExt whose scheduler runs there."""
+        now = monotonic()
         nodes = {pod.node for pod in failing}
-        rivals = {
+        return {
             other.node: "/".join(other.key)
-            for other in (list(self.pods.values()) if failing else ())
+            for other in list(self.pods.values())
             if other.node in nodes and other.key != key
             if other.is_up and not other.fails(now, settle)
         }
-        counts = tuple(number(daemonset, which) for which in (DESIRED, CURRENT, UPDATED))
-        desired, current, _ = counts
-        was_failing = condition(schedext["status"], "Ready").get("reason") == "NodesFailing"
-        history = self.histories[key]
-        return View(
-            schedext,
-            daemonset,
-            pods,
-            failing,
-            rivals,
-            settle,
-            waits=[pod.settles_in(now, settle) for pod in pods if pod.is_up],
-            lacking=desired - current,
-            steady=history.steady_seconds(counts, was_failing),
-            is_updated=history.pods_are_current(daemonset, pods),
+
+    def winners(self, schedext: dict) -> list[str]:
+        """The SchedExts that are more specific."""
+        mine = selector_of(schedext)
+        selectors = [selector for selector in list(self.schedexts.groups) if selector > mine]
+        return sorted(
+            "/".join(key_of(winner))
+            for selector in selectors
+            for winner in self.schedexts.select(selector)
         )
 
     def write_status(self, key: Key, schedext: dict, status: dict) -> None:
         patch = merge_patch(schedext, schedext | {"status": status})
         self.write("PATCH", path_to(SCHEDEXTS, *key, "status"), patch)
-        self.histories[key].wrote_status()
+        self.histories[key].wrote()
         ready = condition(status, "Ready")
         reason, message = ready["reason"], ready["message"]
         if reason == condition(schedext["status"], "Ready").get("reason"):
@@ -887,7 +992,7 @@ class Operator:
         with suppress(ApiError):
             self.write("POST", path, event, EVENT_SECONDS)
 
-    def write(self, method: str, path: str, body: dict, timeout: float = REQUEST_SECONDS) -> dict:
+    def write(self, method: str, path: str, body: dict, timeout: float | None = None) -> dict:
         """The answer to a write. A leader that has lost its lease exits instead."""
         if self.elector:
             self.elector.check()
@@ -915,6 +1020,24 @@ def build_event(schedext: dict, reason: str, message: str, now: str) -> dict:
     }
 
 
+def drift_sentence(daemonset: dict, paths: Iterable[str]) -> str:
+    """Who changed which fields, as the beginning of a sentence."""
+    if not daemonset:
+        return "the DaemonSet was deleted"
+    return f"{daemonset['lastEditor'] or 'something'} changed {', '.join(paths)}"
+
+
+def guard_for(changes: Iterable[str], is_repair: bool) -> str:
+    """The field that guards a patch, see merge_patch.
+
+    Parking, moving and adopting were decided on what we saw, so nothing may have changed since.
+    The rest only must not hit another DaemonSet of the same name.
+    """
+    parks_or_adopts = PARKED_PATH in changes or "metadata.ownerReferences" in changes
+    moves = not is_repair and not PLACEMENT.isdisjoint(changes)
+    return "resourceVersion" if parks_or_adopts or moves else "uid"
+
+
 def check_control(schedext: dict, daemonset: dict) -> None:
     """Raise Blocked if the DaemonSet is being deleted, or belongs to somebody else.
 
@@ -938,91 +1061,71 @@ def check_control(schedext: dict, daemonset: dict) -> None:
 
 # ---------------------------------------------------------------- what sked remembers
 
+QUICK_REPAIRS = 6  # are made at once; more in a row are a fight, in which sked waits in between
+
 
 class History:
-    """What sked did and saw for one SchedExt. A restart loses it, which does no lasting harm."""
+    """What sked did and saw for one SchedExt. A restart loses it, which costs at most one patch."""
 
     def __init__(self) -> None:
+        # the last DaemonSet that we wrote or found as wanted: what we wanted, and what it then was
+        self.wanted = {}
+        self.uid = ""
+        self.generation = 0
+        self.repairs = 0  # in a row
+        self.next_repair = -inf  # the earliest time for another one
         self.wrote_at = -inf  # when we last wrote the DaemonSet or the status
-        self.generations = {}  # of the DaemonSet after our last write, by its uid
-        self.overruled = {}  # what admission changed of that write: the wanted values, by path
-        self.wanted = 0  # a hash of the DaemonSet that we want
-        self.was_applied = False  # whether the DaemonSet has ever been as we want it now
-        self.repairs = {}  # by what was repaired: how often in a row, and when the next one may be
-        self.templates = {}  # by a hash of each template: the revision of its pods, as a set
         self.counts = ()  # of the DaemonSet's pods, as last seen
         self.counts_since = -inf
+
+    def remember(self, want: dict, daemonset: dict) -> None:
+        if want != self.wanted:
+            self.repairs = 0  # a new wish: what follows is no longer the same fight
+            self.next_repair = -inf
+        self.wanted = want
+        self.uid = daemonset["metadata"]["uid"]
+        self.generation = daemonset["metadata"]["generation"]
 
     def is_ahead_of(self, daemonset: dict) -> bool:
         """Whether we have written the DaemonSet since."""
         meta = daemonset["metadata"]
-        return self.generations.get(meta["uid"], 0) > meta["generation"]
+        return self.uid == meta["uid"] and self.generation > meta["generation"]
 
-    def note_wanted(self, want: dict, is_applied: bool) -> None:
-        """Count the repairs afresh if something else is wanted now."""
-        wanted = hash(json.dumps(want))
-        if wanted != self.wanted:
-            self.wanted = wanted
-            self.was_applied = False
-            self.repairs.clear()
-        self.was_applied |= is_applied
+    def is_untouched(self, daemonset: dict) -> bool:
+        """Whether nobody has changed the DaemonSet's spec since."""
+        meta = daemonset.get("metadata", {})
+        return (self.uid, self.generation) == (meta.get("uid"), meta.get("generation"))
 
-    def check_pace(self, what: str) -> None:
-        """Raise Blocked if it is too soon to put the DaemonSet right again.
+    def wrote_daemonset(self, want: dict, answer: dict, is_repair: bool) -> None:
+        self.remember(want, answer)
+        self.wrote()
+        if not is_repair:
+            return
+        if self.wrote_at > self.next_repair + BLOCKED_SECONDS:
+            self.repairs = 0  # it was quiet for a minute
+        self.repairs += 1
+        self.next_repair = self.wrote_at
+        if self.repairs > QUICK_REPAIRS:
+            self.next_repair += backoff(self.repairs - QUICK_REPAIRS, RETRY_SECONDS)
 
-        Somebody may want it otherwise for good: a controller, a webhook, a script. So each repair
-        in a row waits longer, until none has been needed for a minute.
+    def check_pace(self, drift: str) -> None:
+        """Raise Blocked if it is too soon for another repair.
+
+        Another controller or a script may keep setting another value. sked never gives up, but it
+        waits longer each time, until no repair has been needed for a minute.
         """
-        repairs, not_before = self.repairs.get(what, (0, 0.0))
-        wait = not_before - monotonic()
+        wait = self.next_repair - monotonic()
         if wait > 0:
-            raise Blocked(
-                "RollingOut",
-                f"somebody keeps changing {what}; sked has put it right {repairs} times in a row "
-                "and waits longer each time",
-                wait,
-            )
+            words = f"{drift} again; sked has reverted it {self.repairs} times and is backing off"
+            raise Blocked("RollingOut", words, wait)
 
-    def wrote_daemonset(self, want: dict, daemonset: dict, what: str) -> int:
-        """Note a write. Returns how often in a row it repaired these fields, 0 if they are new."""
-        meta = daemonset["metadata"]
-        self.generations[meta["uid"]] = meta["generation"]
-        _, self.overruled = template_changes(daemonset, want)
-        self.wrote_at = monotonic()
-        repairs, not_before = self.repairs.get(what, (0, 0.0))
-        if self.wrote_at > not_before + BLOCKED_SECONDS:
-            repairs = 0
-        repairs += self.was_applied  # else we want something new, which is no repair
-        self.repairs[what] = repairs, self.wrote_at + backoff(repairs, RETRY_SECONDS)
-        self.was_applied = True
-        return repairs
-
-    def wrote_status(self) -> None:
+    def wrote(self) -> None:
+        """Note a write, of the DaemonSet or of the status."""
         self.wrote_at = monotonic()
 
     def status_due_in(self) -> float:
         """Seconds until the status may be written: not within a second of the last write."""
         return self.wrote_at + GATHER_SECONDS - monotonic()
-
-    def pods_are_current(self, daemonset: dict, pods: list[Pod]) -> bool:
-        """Whether a roll-out is complete by the counts and by the pods we see.
-
-        The counts come from the watch of DaemonSets, and the watch of pods may lag behind it. A pod
-        made from the current template tells which revision that template has. After a rollback
-        there may be no such pod, because pods of that revision stay: then we know it from before.
-        If we do not, because sked was restarted, we believe what we see, unless we know that it is
-        the revision of another template.
-        """
-        template = hash(json.dumps(daemonset["spec"].get("template")))
-        revisions = {pod.revision for pod in pods}
-        new = {pod.revision for pod in made_from(daemonset, pods)}
-        all_updated = number(daemonset, UPDATED) >= number(daemonset, DESIRED)
-        is_complete = all_updated and is_observed(daemonset) and len(revisions) == 1
-        if new:
-            self.templates[template] = new
-        elif is_complete and revisions not in self.templates.values():
-            self.templates.setdefault(template, revisions)
-        return is_complete and self.templates.get(template) == revisions
 
     def steady_seconds(self, counts: tuple, was_failing: bool) -> float:
         """How long the counts have been the same.
@@ -1032,7 +1135,8 @@ class History:
         """
         now = monotonic()
         if counts != self.counts:
-            if self.counts or not was_failing:  # at the first look, there are none yet
+            is_first_look = not self.counts
+            if not (is_first_look and was_failing):
                 self.counts_since = now
             self.counts = counts
         return now - self.counts_since
@@ -1052,7 +1156,7 @@ SHAPES = {
 }
 # The probe asks the kernel whether a scheduler is attached. It is ready once one is, and ends when
 # none has been for 8 s (some re-attach on CPU hotplug). If none attaches within 30 s, the kubelet
-# ends it by SIGTERM, which PID 1 would ignore without a trap. Null: must not be set.
+# ends it by SIGTERM, which PID 1 would ignore without a trap. null: sked keeps the field unset.
 PROBE_CONTAINER = yaml.safe_load("""
 name: probe
 command:
@@ -1109,9 +1213,11 @@ def build_daemonset(schedext: dict, yields_to: Iterable[dict] = ()) -> dict:
     Raises InvalidSpec, a ValueError, if there can be none.
     """
     want = owned_fields(schedext, map(selector_of, yields_to))
-    built = {"apiVersion": "apps/v1", "kind": "DaemonSet"} | as_wanted({}, want, {})
-    # A copy, which shares nothing with us or the SchedExt. YAML may have made a date of a string.
-    return json.loads(json.dumps(built, default=str))
+    target, _ = as_wanted({}, want)
+    daemonset = {"apiVersion": "apps/v1", "kind": "DaemonSet", **target}
+    # A copy, which shares nothing with us or the SchedExt. YAML may have parsed an unquoted string
+    # as a date.
+    return json.loads(json.dumps(daemonset, default=str))
 
 
 def owned_fields(schedext: dict, selectors: Iterable[Selector]) -> dict:
@@ -1177,10 +1283,35 @@ def check_spec(schedext: dict) -> None:
             raise InvalidSpec(f"spec.{field} must be {words}")
 
 
+DESIRED = "desiredNumberScheduled"  # counts in a status: nodes that should have a pod,
+CURRENT = "currentNumberScheduled"  # those of them that have one,
+UPDATED = "updatedNumberScheduled"  # and those that have one of the current template
+NO_DAEMONSET = {  # never observed, so the status says RollingOut
+    "metadata": {"uid": None, "generation": 1},
+    "spec": {},
+    "status": {},
+}
+
+
+def number(daemonset: dict, which: str) -> int:
+    """One of the counts in its status."""
+    return daemonset["status"].get(which, 0)
+
+
+def is_observed(daemonset: dict) -> bool:
+    """Whether its status describes its current spec."""
+    return daemonset["status"].get("observedGeneration") == daemonset["metadata"]["generation"]
+
+
+def annotation(obj: dict, name: str) -> str | None:
+    return obj["metadata"].get("annotations", {}).get(name)
+
+
 # ---------------------------------------------------------------- what differs
 
 # Maps in which others may set fields, too. Containers are compared as a map, by their names.
 SHARED = ("metadata", "labels", "annotations", "spec", "template", SCX, PROBE)
+CONTAINERS = "spec.template.spec.containers"
 BLANK = (None, "", [], {})
 DEFAULTS = {  # what the API server fills in, besides blanks
     "spec.minReadySeconds": 0,
@@ -1199,33 +1330,42 @@ AMOUNTS = (
 LATEST = re.compile(r"(.*/)?[^/:@]+(:latest(@.*)?)?")  # an image whose tag is latest
 
 
-def as_wanted(have: dict, want: dict, changes: dict, path: str = "") -> dict:
-    """What is there, with the fields that sked owns as wanted.
+def as_wanted(have: dict, want: dict, path: str = "") -> tuple[dict, dict]:
+    """What is there, with the fields that sked owns as wanted, and what that changes.
 
-    All others stay, and so does a value that means the same. It also fills in changes: each path
-    that differs, with the wanted value as plain() spells it. park and fingerprint need only that.
+    All other fields stay, and so does a value that means the same. The changes are the wanted
+    values by path, as plain() spells them.
     """
-    fields = dict(have)
+    target, changes = dict(have), {}
     for name, mine in want.items():
         here, theirs = path + name, have.get(name)
         if name in SHARED and mine:
-            fields[name] = as_wanted(theirs or {}, mine, changes, f"{here}.") or None
-            continue
-        if here == "spec.template.spec.containers":
+            merged, inner = as_wanted(theirs or {}, mine, f"{here}.")
+            target[name] = merged or None
+            changes |= inner
+        elif here == CONTAINERS:
             there = by_name(theirs)
-            ours = dict.fromkeys(there) | by_name(mine)  # None removes the others
-            fields[name] = list(as_wanted(there, ours, changes, f"{here}.").values())
-            continue
-        if name == "ownerReferences":  # those of others stay
-            owners = {owner["uid"]: owner for owner in [*(theirs or ()), *mine]}
-            mine = list(owners.values())
-        elif name == "imagePullPolicy":  # the API server picks one by the image's tag
-            default = "Always" if LATEST.fullmatch(want["image"]) else "IfNotPresent"
-            mine, theirs = mine or default, theirs or default
-        if mine != theirs and plain(here, mine) != plain(here, theirs):
-            fields[name] = mine
-            changes[here] = plain(here, mine)
-    return {name: value for name, value in fields.items() if value is not None}
+            removed = dict.fromkeys(there)  # None removes a container
+            merged, inner = as_wanted(there, removed | by_name(mine), f"{here}.")
+            target[name] = list(merged.values())
+            changes |= inner
+        else:
+            if name == "ownerReferences":
+                mine = with_other_owners(mine, theirs)
+            elif name == "imagePullPolicy":  # the API server picks one by the image's tag
+                default = "Always" if LATEST.fullmatch(want["image"]) else "IfNotPresent"
+                mine = mine or default
+                theirs = theirs or default
+            if mine != theirs and plain(here, mine) != plain(here, theirs):
+                target[name] = mine
+                changes[here] = plain(here, mine)
+    return {name: value for name, value in target.items() if value is not None}, changes
+
+
+def with_other_owners(mine: list, theirs: list | None) -> list:
+    """Owner references, with those of others."""
+    owners = {owner["uid"]: owner for owner in [*(theirs or ()), *mine]}
+    return list(owners.values())
 
 
 def by_name(containers: list | None) -> dict:
@@ -1249,16 +1389,17 @@ def merge_patch(have: dict, target: dict, guard: str = "resourceVersion") -> dic
     """The JSON merge patch that turns have into target: null removes a field.
 
     It carries one field that has not changed, the guard, and the API server refuses the patch if
-    that is no longer so. The resourceVersion guards against any change since we looked, for lists
-    that we share and for moves to other nodes. It would often fail while the DaemonSet's status
-    changes, so a plain repair has the uid, in case another DaemonSet has taken the name.
+    that is no longer so. The resourceVersion guards against any change since we looked, also of
+    the status, which changes often. The uid guards against another object of the same name.
     """
     patch = {}
     for name in have | target:
         theirs, mine = have.get(name), target.get(name)
         if isinstance(theirs, dict) and isinstance(mine, dict):
-            theirs, mine = {}, merge_patch(theirs, mine, guard)
-        if mine != theirs or name == guard:
+            inner = merge_patch(theirs, mine, guard)
+            if inner:
+                patch[name] = inner
+        elif mine != theirs or name == guard:
             patch[name] = mine
     return patch
 
@@ -1267,6 +1408,7 @@ def merge_patch(have: dict, target: dict, guard: str = "resourceVersion") -> dic
 
 MAX_TERMS = 100  # of a node affinity
 PLACEMENT = {"spec.template.spec.nodeSelector", "spec.template.spec.affinity"}
+PARKED_PATH = f"metadata.annotations.{PARKED}"
 
 
 def selector_of(schedext: dict) -> Selector:
@@ -1287,7 +1429,7 @@ def node_affinity(mine: Selector, others: Iterable[Selector]) -> dict | None:
     if not winners:
         return None
     terms = {frozenset()}
-    for winner in sorted(sorted(winners, key=sorted), key=len):  # small ones keep the terms few
+    for winner in sorted(winners, key=lambda pairs: (len(pairs), sorted(pairs))):  # few terms first
         terms = {term | {pair} for term in terms for pair in winner - mine}
         # a term that contains another one adds nothing
         terms = {term for term in terms if not any(wider < term for wider in terms)}
@@ -1313,96 +1455,94 @@ def not_in(pairs: Selector) -> dict:
     }
 
 
-def park(want: dict, have: dict, pods: list[Pod], overruled: dict) -> dict:
-    """The DaemonSet to ask for: want, or want parked if its pods need not restart.
+def should_be_parked(
+    want: dict, have: dict, changes: dict, pods: list[Pod], history: History
+) -> bool:
+    """Whether the DaemonSet is to be parked, so that no pod restarts on the nodes that it keeps.
 
     A change of the placement only says who gets which node, so running pods need not follow it:
     the DaemonSet controller removes and adds them whatever the strategy. A parked DaemonSet
     therefore has the strategy OnDelete, and in an annotation the fingerprint of what all its pods
-    run. It stays parked as long as that is what they should run, whatever the nodes are doing.
-    Otherwise the wanted strategy comes back, and all pods follow.
+    run. Raises Blocked until the controller has observed the last change.
     """
-    moves, others = template_changes(have, want)
-    is_same = others in ({}, overruled)  # admission may overrule us: that is not news
     if parked := annotation(have, PARKED):
-        # Somebody else changed the template, and a pod was made from it before we could undo that.
-        is_spoilt = not is_same and made_from(have, pods)
-        parks = parked == fingerprint(want, have) and not is_spoilt
-    else:
-        parks = moves and is_same and is_rolled_out(have, pods)  # or Blocked, for now
-    if not parks:
-        return want
+        # It stays parked as long as its pods run what is wanted, whatever the nodes are doing.
+        # Otherwise the wanted strategy comes back, and all pods follow.
+        return parked == fingerprint(want, have)
+    if not only_placement_is_new(want, have, changes, history):
+        return False
+    if not is_observed(have):
+        raise Blocked("RollingOut", "waiting for the DaemonSet controller", GATHER_SECONDS)
+    return is_rolled_out(have, pods)
+
+
+def parked_form(want: dict, have: dict) -> dict:
     return want | {
         "metadata": want["metadata"] | {"annotations": {PARKED: fingerprint(want, have)}},
         "spec": want["spec"] | {"updateStrategy": {"type": "OnDelete"}},
     }
 
 
-def template_changes(have: dict, want: dict) -> tuple[set, dict]:
-    """What differs in the template: fields of the placement, and all others with wanted values."""
-    changes = {}
-    as_wanted(have, want, changes)
-    others = {
-        path: value
-        for path, value in changes.items()
-        if path.startswith("spec.template.") and path not in PLACEMENT
-    }
-    return changes.keys() & PLACEMENT, others
+def only_placement_is_new(want: dict, have: dict, changes: dict, history: History) -> bool:
+    """Whether our own wish about the placement has changed, and nothing else of the template.
+
+    Somebody's edit of the placement is drift, and so is not a wish. After a restart of sked we
+    cannot tell the two apart, so what is there counts as our last wish.
+    """
+    if PLACEMENT.isdisjoint(changes):
+        return False
+    if history.wanted and placement_of(want) == placement_of(history.wanted):
+        return False
+    if history.is_untouched(have):
+        # What else differs may be what admission made of our last write, so compare the wishes.
+        return fingerprint(want, have) == fingerprint(history.wanted, have)
+    template_changes = {path for path in changes if path.startswith("spec.template.")}
+    return template_changes <= PLACEMENT
+
+
+def placement_of(want: dict) -> list:
+    pod = want["spec"]["template"]["spec"]
+    return [pod["nodeSelector"], pod["affinity"]]
 
 
 def is_rolled_out(daemonset: dict, pods: list[Pod]) -> bool:
     """Whether all pods are of the current template, by the counts or by the pods themselves.
 
-    Either will do: the counts may lag and leave out lost nodes, and the watch of pods may hang.
-    Raises Blocked while the DaemonSet controller has not seen the last change.
+    Neither is enough alone: the counts may lag, and leave out lost and tainted nodes.
     """
-    if not is_observed(daemonset):
-        raise Blocked("RollingOut", "waiting for the DaemonSet controller", GATHER_SECONDS)
-    current = number(daemonset, CURRENT)
-    all_updated = number(daemonset, UPDATED) == current > 0
-    # if there are none, the first ones may be on their way, and they are of this template
-    if (all_updated or not (pods or current)) and not number(daemonset, "numberMisscheduled"):
+    current, updated = number(daemonset, CURRENT), number(daemonset, UPDATED)
+    misscheduled = number(daemonset, "numberMisscheduled")
+    if not pods and not current and not misscheduled:
+        return True  # the first pods may be on their way, and they are of this template
+    all_updated = current > 0 and updated == current
+    if all_updated and not misscheduled:
         return True
     is_one_revision = len({pod.revision for pod in pods}) == 1
-    return is_one_revision and (all_updated or any(made_from(daemonset, pods)))
-
-
-def made_from(daemonset: dict, pods: list[Pod]) -> list[Pod]:
-    """Those that were made from its current template."""
-    current = annotation(daemonset, "deprecated.daemonset.template.generation")
-    return [pod for pod in pods if pod.template_generation == current]
+    generation = annotation(daemonset, "deprecated.daemonset.template.generation")
+    is_one_current = any(pod.template_generation == generation for pod in pods)
+    return is_one_revision and (all_updated or is_one_current)
 
 
 def fingerprint(want: dict, have: dict) -> str:
-    """Changes exactly when the pods have to restart, wherever they run."""
-    _, runs = template_changes({}, want)
+    """Changes exactly when the pods have to restart, wherever they run.
+
+    It is a hash of the wanted template without its placement, in one spelling: all that differs
+    from an empty DaemonSet.
+    """
+    _, everything = as_wanted({}, want)
+    runs = {
+        path: value
+        for path, value in everything.items()
+        if path.startswith("spec.template.") and path not in PLACEMENT
+    }
     runs["restart"] = annotation(have["spec"]["template"], "kubectl.kubernetes.io/restartedAt")
     return hashlib.sha256(json.dumps(runs, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def annotation(obj: dict, name: str) -> str | None:
-    return obj["metadata"].get("annotations", {}).get(name)
-
-
-def is_observed(daemonset: dict) -> bool:
-    """Whether its status describes its current spec."""
-    return daemonset["status"].get("observedGeneration") == daemonset["metadata"]["generation"]
-
-
-def number(daemonset: dict, which: str) -> int:
-    """One of the counts in its status."""
-    return daemonset["status"].get(which, 0)
 
 
 # ---------------------------------------------------------------- status
 
 MAX_FAILURES = 10  # listed in a status
 STALLING = ("NameTaken", "Rejected")  # reasons that waiting does not fix
-NO_DAEMONSET = {  # never observed, so the status says RollingOut
-    "metadata": {"uid": None, "generation": 1},
-    "spec": {},
-    "status": {},
-}
 
 
 class View(NamedTuple):
@@ -1413,11 +1553,17 @@ class View(NamedTuple):
     pods: list[Pod]
     failing: list[Pod]
     rivals: dict  # by node where one fails: the SchedExt whose scheduler runs there
+    winners: list[str]  # the more specific SchedExts, if no node is left
     settle: float  # seconds that a pod must stay up before it counts as ready
-    waits: list[float]  # seconds until each pod that is up has settled; not positive once it has
+    up: int  # how many pods are up
+    settling: list[float]  # seconds left for each pod that is up and has not settled
     lacking: int  # nodes that want a pod and have none
     steady: float  # seconds for which the counts of the DaemonSet have been the same
-    is_updated: bool  # all pods run the current template
+
+    def is_updated(self) -> bool:
+        """Whether all pods run the current template, by the counts and by the pods."""
+        all_updated = number(self.daemonset, UPDATED) >= number(self.daemonset, DESIRED)
+        return all_updated and len({pod.revision for pod in self.pods}) == 1
 
 
 def build_status(view: View, blocked: Blocked | None, now: str) -> dict:
@@ -1477,15 +1623,14 @@ def build_failures(view: View) -> list:
 
 def count_nodes(view: View, failing: int) -> dict:
     """The DaemonSet says how many nodes there are; the pods, which have settled and which fail."""
-    young = sum(wait > 0 for wait in view.waits)
+    up = min(view.up, number(view.daemonset, "numberReady"))
     if view.steady >= SETTLE_SECONDS:
         failing += view.lacking
+    is_parked = annotation(view.daemonset, PARKED)
     return {
         "desired": number(view.daemonset, DESIRED),
-        "ready": max(0, min(len(view.waits), number(view.daemonset, "numberReady")) - young),
-        "updated": number(
-            view.daemonset, CURRENT if annotation(view.daemonset, PARKED) else UPDATED
-        ),
+        "ready": max(0, up - len(view.settling)),
+        "updated": number(view.daemonset, CURRENT if is_parked else UPDATED),
         "failing": failing,
     }
 
@@ -1501,14 +1646,25 @@ def ready_reason(view: View, nodes: dict, failures: list) -> Problem:
             return "RollingOut", f"suspended; waiting for pods to end: {left}"
         return "Suspended", "runs on no node; set spec.suspend to false to resume"
     if not desired:
-        pairs = ",".join("=".join(pair) for pair in sorted(selector_of(view.schedext)))
-        hint = f"'kubectl get nodes --selector={pairs}' lists the nodes that it selects"
-        return "NoNodes", f"no node to run on: {hint}; check their taints, and other SchedExts"
+        return "NoNodes", no_nodes_message(view)
     if nodes["failing"]:
         return "NodesFailing", failing_message(view, nodes, failures)
-    if nodes["ready"] >= desired and (view.is_updated or annotation(view.daemonset, PARKED)):
+    is_current = annotation(view.daemonset, PARKED) or view.is_updated()
+    if nodes["ready"] >= desired and is_current:
         return "AllReady", f"running on {desired} of {desired} nodes"
     return "RollingOut", rolling_message(view, nodes)
+
+
+def no_nodes_message(view: View) -> str:
+    pairs = ",".join("=".join(pair) for pair in sorted(selector_of(view.schedext)))
+    nodes = f"'kubectl get nodes{' --selector=' if pairs else ''}{pairs}'"
+    message = f"no node to run on: check the taints of the nodes that {nodes} lists"
+    if view.winners:
+        names = ", ".join(view.winners[:5])
+        if len(view.winners) > 5:
+            names += f" and {len(view.winners) - 5} more"
+        message += f"; these more specific SchedExts may claim them all: {names}"
+    return message
 
 
 def failing_message(view: View, nodes: dict, failures: list) -> str:
@@ -1530,9 +1686,9 @@ def rolling_message(view: View, nodes: dict) -> str:
     namespace, name = key_of(view.schedext)
     message = "ready on {ready} of {desired} nodes, updated on {updated}".format(**nodes)
     strategy = view.daemonset["spec"].get("updateStrategy", {})
-    if number(view.daemonset, UPDATED) >= nodes["desired"] and not view.is_updated:
+    if len({pod.revision for pod in view.pods}) > 1 and nodes["updated"] >= nodes["desired"]:
         message += "; waiting for the last old pods to go"
-    elif any(wait > 0 for wait in view.waits):
+    elif view.settling:
         message += f"; waiting for the pods to stay up for {view.settle:.0f} s"
     elif strategy.get("type") == "OnDelete" and nodes["updated"] < number(view.daemonset, CURRENT):
         message += "; updateStrategy is OnDelete: to replace the pods, run 'kubectl delete pod "
@@ -1542,14 +1698,14 @@ def rolling_message(view: View, nodes: dict) -> str:
 
 def changes_in(view: View, blocked: Blocked | None) -> float:
     """Seconds until time alone may change the status."""
-    waits = [*view.waits]
+    waits = list(view.settling)
     if blocked:
         waits.append(blocked.look_again)
-    if view.lacking:
+    if view.lacking and view.steady < SETTLE_SECONDS:
         waits.append(SETTLE_SECONDS - view.steady)
     if view.failing:
         waits.append(BLOCKED_SECONDS)  # another scheduler may have left the node
-    return min((wait for wait in waits if wait > 0), default=inf)
+    return min(waits, default=inf)
 
 
 # ---------------------------------------------------------------- the lease
@@ -1620,8 +1776,8 @@ class Elector:
             self.renewed = -inf
             if holder and asked < self.seen + spec.get("leaseDurationSeconds", LEASE_SECONDS):
                 return
-            transitions = spec.get("leaseTransitions", -1) + 1
-            spec = spec | {"acquireTime": now, "leaseTransitions": transitions}
+            changes_of_hands = spec["leaseTransitions"] + 1 if "leaseTransitions" in spec else 0
+            spec = spec | {"acquireTime": now, "leaseTransitions": changes_of_hands}
         ours = {"holderIdentity": self.identity, "leaseDurationSeconds": LEASE_SECONDS}
         self.put(spec | ours | {"renewTime": now}, RENEW_REQUEST_SECONDS)
         self.is_current = True
@@ -1641,6 +1797,7 @@ rest_client_requests_total counter Requests to the API server, by HTTP status (0
 workqueue_depth gauge SchedExts that wait for a worker.
 leader_election_master_status gauge 1 if this replica leads, 0 if it stands by.
 sked_schedext_nodes gauge Nodes of each SchedExt that is not suspended, by state.
+sked_schedext_status gauge 1 for the reason of each SchedExt's Ready condition.
 sked_build_info gauge The version of sked.
 """
 BUCKETS = (0.01, 0.1, 1.0, 10.0, "+Inf")  # seconds
@@ -1725,10 +1882,12 @@ def metrics(operator: Operator) -> Page:
     }
     for schedext in list(operator.schedexts.values()):
         namespace, name = key_of(schedext)
+        labels = f'namespace="{namespace}",name="{name}"'
+        if reason := condition(schedext["status"], "Ready").get("reason"):
+            gauges[f'sked_schedext_status{{{labels},reason="{reason}"}}'] = 1
         if not schedext["spec"].get("suspend"):  # else an alert would fire because it runs nowhere
             for state, nodes in schedext["status"].get("nodes", {}).items():
-                labels = f'namespace="{namespace}",name="{name}",state="{state}"'
-                gauges[f"sked_schedext_nodes{{{labels}}}"] = nodes
+                gauges[f'sked_schedext_nodes{{{labels},state="{state}"}}'] = nodes
     return 200, METRICS.text(gauges)
 
 
