@@ -62,7 +62,7 @@ from datetime import datetime, timezone
 from math import ceil, inf
 from time import monotonic
 from typing import Any, NamedTuple
-from urllib.parse import urlencode
+from urllib.parse import urlencode, urlsplit
 
 import urllib3
 import yaml
@@ -128,6 +128,7 @@ REQUEST_SECONDS = 30.0  # for everything but a watch
 WATCH_SECONDS = 240  # after this the API server ends a watch
 RECONNECT_SECONDS = 8.0  # the longest wait before we try an API server that is down again
 FIELD_MANAGER = "sked"  # our name in managedFields: the API server takes it from the User-Agent
+HEADER_SECONDS = 1.0  # for so long we keep our credentials: reading them takes the package a while
 POOL_CONNECTIONS = 12  # more than the threads that usually talk to the API server
 
 
@@ -170,8 +171,13 @@ class Api:
         manager.connection_pool_kw["ssl_context"] = client_tls(self.configuration)
         for option in ("ca_certs", "ca_cert_data", "cert_file", "key_file"):
             manager.connection_pool_kw.pop(option, None)  # else each connection loads them again
-        self.host = self.configuration.host.rstrip("/")
-        self.manager = manager
+        host = self.configuration.host.rstrip("/")
+        self.is_https = host.startswith("https:")
+        # The manager would look up the host's connections again for every request.
+        self.pool = manager.connection_from_url(host)
+        is_plain_proxy = self.pool.proxy and not self.is_https  # which wants to see whole URLs
+        self.prefix = host if is_plain_proxy else urlsplit(host).path
+        self.header_read_at = -inf
         self.must_connect = False  # True once our credentials or certificates are out of date
 
     def authorization(self) -> dict:
@@ -179,13 +185,19 @@ class Api:
         with self.lock:
             if self.must_connect:
                 self.connect()
-            setting = self.configuration.auth_settings().get("BearerToken")
-            if setting and setting["value"]:
-                return {"Authorization": setting["value"]}
-            if self.host.startswith("https:") and not self.configuration.cert_file:
-                self.must_connect = True
-                raise ValueError("the kubeconfig gives no credentials: its plugin may be failing")
-            return {}
+            if monotonic() > self.header_read_at + HEADER_SECONDS:
+                self.header = self.read_header()
+                self.header_read_at = monotonic()
+            return self.header
+
+    def read_header(self) -> dict:
+        setting = self.configuration.auth_settings().get("BearerToken")
+        if setting and setting["value"]:
+            return {"Authorization": setting["value"]}
+        if self.is_https and not self.configuration.cert_file:
+            self.must_connect = True
+            raise ValueError("the kubeconfig gives no credentials: its plugin may be failing")
+        return {}
 
     def get(self, path: str, timeout: float | None = None) -> dict | None:
         """An object, or None if it does not exist."""
@@ -230,13 +242,14 @@ class Api:
             "User-Agent": f"{FIELD_MANAGER}/{__version__}",
         }
         try:
-            headers |= self.authorization()  # first: it may replace the manager
-            response = self.manager.urlopen(
+            headers |= self.authorization()  # first: it may replace the pool
+            response = self.pool.urlopen(
                 method,
-                f"{self.host}{path}?{urlencode(query)}",
+                f"{self.prefix}{path}?{urlencode(query)}",
                 body=json.dumps(body) if body else None,
                 headers=headers,
                 retries=False,
+                assert_same_host=False,
                 timeout=urllib3.Timeout(connect=CONNECT_SECONDS, total=timeout),
                 preload_content=False,
             )
@@ -851,7 +864,7 @@ class Operator:
                 # Its pods run what is wanted: they need not restart on the nodes that it keeps.
                 want = parked_form(want, have)
                 target, changes = as_wanted(have, want)
-        is_repair = want == history.wanted
+        is_repair = history.is_last_wish(want)
         if is_repair and history.is_untouched(have):
             # The spec is as our own write left it, so admission made this of it: accepted.
             # Labels, annotations and owners have no generation to go by, so they still count.
@@ -872,14 +885,11 @@ class Operator:
         history.wrote_daemonset(want, answer, is_repair)
         _, overruled = as_wanted(answer, want)
         if overruled:
-            log.info(
-                "%s/%s: admission changed %s of the DaemonSet; sked accepts that",
-                *key,
-                ", ".join(overruled),
-            )
+            paths = ", ".join(overruled)
+            log.info("%s/%s: admission changed %s of the DaemonSet; sked accepts that", *key, paths)
         applied = [path for path in changes if path not in overruled]
         if is_repair:
-            # Under a policy that rewrites a field, an edit of that field alone leaves none.
+            # If a policy overrules the only field that was edited, the edit is undone all the same.
             self.report_drift(key, schedext, drift_sentence(have, applied or changes))
         elif applied:
             what = f"changed {', '.join(applied)} of" if have else "created"
@@ -1068,8 +1078,9 @@ class History:
     """What sked did and saw for one SchedExt. A restart loses it, which costs at most one patch."""
 
     def __init__(self) -> None:
-        # the last DaemonSet that we wrote or found as wanted: what we wanted, and what it then was
-        self.wanted = {}
+        # The last DaemonSet that we wrote or found as wanted: what we wanted, as JSON, which takes
+        # a third of a dict's memory, and what it was then.
+        self.wanted = ""
         self.uid = ""
         self.generation = 0
         self.repairs = 0  # in a row
@@ -1079,12 +1090,19 @@ class History:
         self.counts_since = -inf
 
     def remember(self, want: dict, daemonset: dict) -> None:
-        if want != self.wanted:
-            self.repairs = 0  # a new wish: what follows is no longer the same fight
+        if not self.is_last_wish(want):
+            self.wanted = json.dumps(want)
+            self.repairs = 0  # what follows is no longer the same fight
             self.next_repair = -inf
-        self.wanted = want
         self.uid = daemonset["metadata"]["uid"]
         self.generation = daemonset["metadata"]["generation"]
+
+    def is_last_wish(self, want: dict) -> bool:
+        return self.wanted == json.dumps(want)
+
+    def last_wish(self) -> dict:
+        """What we wanted, or {} after a restart of sked."""
+        return json.loads(self.wanted or "{}")
 
     def is_ahead_of(self, daemonset: dict) -> bool:
         """Whether we have written the DaemonSet since."""
@@ -1491,11 +1509,12 @@ def only_placement_is_new(want: dict, have: dict, changes: dict, history: Histor
     """
     if PLACEMENT.isdisjoint(changes):
         return False
-    if history.wanted and placement_of(want) == placement_of(history.wanted):
+    last_wish = history.last_wish()
+    if last_wish and placement_of(want) == placement_of(last_wish):
         return False
     if history.is_untouched(have):
         # What else differs may be what admission made of our last write, so compare the wishes.
-        return fingerprint(want, have) == fingerprint(history.wanted, have)
+        return fingerprint(want, have) == fingerprint(last_wish, have)
     template_changes = {path for path in changes if path.startswith("spec.template.")}
     return template_changes <= PLACEMENT
 
@@ -2134,7 +2153,7 @@ def run(args: argparse.Namespace) -> None:
         "sked %s: watching SchedExts in %s at %s",
         __version__,
         args.namespace or "all namespaces",
-        api.host,
+        api.configuration.host,
     )
     runner = spawn(functools.partial(elector.run, operator) if elector else operator.run, "runner")
     signal.sigwait(signals)
