@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run sched_ext schedulers on Kubernetes nodes: one SchedExt in, one DaemonSet out.
 
     API server --watch--> Reflector --key--> WorkQueue --> worker --> reconcile
@@ -73,7 +74,7 @@ from kubernetes.utils.keepalive import tcp_keepalive_socket_options
 from kubernetes.utils.quantity import parse_quantity
 from urllib3.exceptions import HTTPError, SSLError
 
-__version__ = "1.2.0"
+__version__ = "1.3.0"
 
 Key = tuple[str, str]
 Selector = frozenset  # of pairs
@@ -171,12 +172,12 @@ class Api:
         manager.connection_pool_kw["ssl_context"] = client_tls(self.configuration)
         for option in ("ca_certs", "ca_cert_data", "cert_file", "key_file"):
             manager.connection_pool_kw.pop(option, None)  # else each connection loads them again
-        host = self.configuration.host.rstrip("/")
-        self.is_https = host.startswith("https:")
+        self.host = self.configuration.host.rstrip("/")
         # The manager would look up the host's connections again for every request.
-        self.pool = manager.connection_from_url(host)
-        is_plain_proxy = self.pool.proxy and not self.is_https  # which wants to see whole URLs
-        self.prefix = host if is_plain_proxy else urlsplit(host).path
+        self.pool = manager.connection_from_url(self.host)
+        is_plain_proxy = self.pool.proxy and self.host.startswith("http:")
+        # in front of every path; a proxy for plain HTTP wants the whole URL
+        self.prefix = self.host if is_plain_proxy else urlsplit(self.host).path
         self.header_read_at = -inf
         self.must_connect = False  # True once our credentials or certificates are out of date
 
@@ -194,7 +195,7 @@ class Api:
         setting = self.configuration.auth_settings().get("BearerToken")
         if setting and setting["value"]:
             return {"Authorization": setting["value"]}
-        if self.is_https and not self.configuration.cert_file:
+        if self.host.startswith("https:") and not self.configuration.cert_file:
             self.must_connect = True
             raise ValueError("the kubeconfig gives no credentials: its plugin may be failing")
         return {}
@@ -272,6 +273,8 @@ class Api:
         text = response.data.decode(errors="replace")
         with suppress(ValueError, KeyError, TypeError):
             text = json.loads(text)["message"]
+        if response.status == 401:
+            text += ": the token or certificate is wrong or has expired; log in again"
         return ApiError(response.status, text or f"HTTP status {response.status}")
 
 
@@ -1959,10 +1962,7 @@ class Server(http.server.ThreadingHTTPServer):
         self.pages = pages
         self.certificate = certificate  # the directory of tls.crt and tls.key, if it is HTTPS
         self.held = []  # the connections, the oldest first
-        try:
-            super().__init__((host.strip("[]"), int(port)), Handler)
-        except (OSError, ValueError, OverflowError) as error:
-            raise ValueError(f"cannot listen on {address!r} (is it like :8081?): {error}") from None
+        super().__init__((host.strip("[]"), int(port)), Handler)
         spawn(self.serve_forever, address)
 
     def get_request(self) -> tuple:
@@ -2023,36 +2023,74 @@ STOP_SECONDS = 1.8  # from SIGTERM to our end, whatever is under way
 def load_configuration(path: str | None, context: str | None) -> Configuration:
     """The flag, else $KUBECONFIG, else the pod's own (unless --context), else ~/.kube/config."""
     configuration = Configuration()
+    hint = "check --kubeconfig" if path else "check $KUBECONFIG"
     path = path or os.environ.get("KUBECONFIG")
     if not (path or context) and "KUBERNETES_SERVICE_HOST" in os.environ:
         kubeconfig.load_incluster_config(configuration)
         return configuration
-    path = path or "~/.kube/config"
+    if not path:
+        path, hint = "~/.kube/config", "name one with --kubeconfig or $KUBECONFIG"
     files = [f for f in map(os.path.expanduser, path.split(os.pathsep)) if os.path.exists(f)]
     if not files:
-        raise ValueError(f"no kubeconfig at {path}: name one with --kubeconfig or $KUBECONFIG")
-    for file in files:  # as for kubectl, the first one that names a context decides
-        with open(file) as stream:
-            content = yaml.safe_load(stream) or {}
-        if not isinstance(content, dict):
-            raise ValueError(f"{file} is not a kubeconfig")
-        context = context or content.get("current-context")
+        raise ValueError(f"no kubeconfig at {path}: {hint}")
+    names = []
+    for file in files:
+        content = next(iter(read_yaml(file)), None) or {}
+        try:
+            # as for kubectl, the first file that names a context decides
+            context = context or content.get("current-context")
+            names += [str(each["name"]) for each in content.get("contexts") or []]
+        except (AttributeError, KeyError, TypeError):
+            raise ValueError(f"{file} is not a kubeconfig: {hint}") from None
+    if not names:
+        raise ValueError(f"{path} is not a kubeconfig, or has no contexts: {hint}")
+    if str(context) not in names:
+        problem = f"has no context {context!r}" if context else "has no current-context"
+        raise ValueError(f"{path} {problem}: choose one with --context ({', '.join(names)})")
     kubeconfig.load_kube_config(
         os.pathsep.join(files), context, configuration, False
     )  # do not rewrite it
     return configuration
 
 
-def render(stream: Any) -> str:
-    """The DaemonSets of the SchedExts in a YAML stream, as YAML."""
-    documents = [obj for obj in yaml.safe_load_all(stream) if isinstance(obj, dict)]
+def read_yaml(file: str) -> list:
+    """The documents in a YAML file (-: stdin). An error names the file and, if it can, the line."""
+    name = "stdin" if file == "-" else file
+    try:
+        with open(0 if file == "-" else file, "rb") as stream:
+            return list(yaml.safe_load_all(stream.read()))
+    except OSError as error:
+        raise OSError(f"cannot read {name}: {error.strerror}") from None
+    except yaml.reader.ReaderError:
+        raise ValueError(f"{name} is not text: check that it is the right file") from None
+    except yaml.MarkedYAMLError as error:
+        place = f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
+        raise ValueError(f"{name} is not valid YAML: {error.problem} at {place}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{name} is not valid YAML: {error}") from None
+
+
+def render(file: str) -> str:
+    """The DaemonSets of the SchedExts in a YAML file (-: stdin), as YAML."""
+    documents = [obj for obj in read_yaml(file) if isinstance(obj, dict)]
     for obj in list(documents):
         if isinstance(obj.get("items"), list):
             documents += [item for item in obj["items"] if isinstance(item, dict)]
     schedexts = [obj for obj in documents if obj.get("kind") == "SchedExt"]
+    source = "stdin" if file == "-" else file
     if not schedexts:
-        raise ValueError("the input contains no SchedExt")
-    daemonsets = [build_daemonset(schedext, schedexts) for schedext in schedexts]
+        raise ValueError(f"{source} has no object of kind SchedExt")
+    daemonsets = []
+    for schedext in schedexts:
+        meta = schedext.get("metadata")
+        name = meta.get("name") if isinstance(meta, dict) else None
+        if not isinstance(name, (str, type(None))):
+            raise ValueError(f"{source}: metadata.name is not text: write it in quotes, '{name}'")
+        try:
+            daemonsets.append(build_daemonset(schedext, schedexts))
+        except ValueError as error:
+            which = f"{source}: SchedExt {name}" if name else source
+            raise ValueError(f"{which}: {error}") from None
     return yaml.safe_dump_all(daemonsets, sort_keys=False)
 
 
@@ -2060,6 +2098,21 @@ def go_bool(text: str) -> bool:
     if text.lower() not in ("1", "t", "true", "0", "f", "false"):
         raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
     return text.lower() in ("1", "t", "true")
+
+
+def go_address(text: str) -> str:
+    """An address in Go's form, or 0 for none."""
+    if text != "0":
+        port = text.rpartition(":")[2]
+        if ":" not in text or not port.isdecimal() or int(port) > 65535:
+            raise argparse.ArgumentTypeError(f"{text!r} is neither an address like :8081 nor 0")
+    return text
+
+
+def log_level(text: str) -> str:
+    if not isinstance(logging.getLevelName(text.upper()), int):
+        raise argparse.ArgumentTypeError(f"{text!r} is not debug, info, warning or error")
+    return text.upper()
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -2081,12 +2134,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     flag(
         "--health-probe-bind-address",
         default=":8081",
+        type=go_address,
         metavar="ADDRESS",
         help="where to serve /healthz and /readyz; 0: nowhere (default: :8081)",
     )
     flag(
         "--metrics-bind-address",
         default="0",
+        type=go_address,
         metavar="ADDRESS",
         help="where to serve /metrics, such as :8443; 0: nowhere (default: 0)",
     )
@@ -2101,7 +2156,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="DIR",
         help="where tls.crt and tls.key for /metrics are (default: self-signed)",
     )
-    flag("--log-level", default="info", help="debug, info (default), warning or error")
+    flag(
+        "--log-level",
+        default="info",
+        type=log_level,
+        metavar="LEVEL",
+        help="debug, info (default), warning or error",
+    )
     for name in (  # the Go operator's, without effect: our log has one form, and we speak HTTP/1.1
         "enable-http2",
         "zap-devel",
@@ -2124,18 +2185,28 @@ def pod_namespace() -> str:
         raise ValueError(message) from None
 
 
+def listen(flag: str, address: str, *server: Any) -> None:
+    """Start a Server, or say which flag chooses another address."""
+    try:
+        Server(address, *server)
+    except OSError as error:
+        problem = f"cannot listen on {address}: {error.strerror}"
+        raise OSError(f"{problem}; choose another address with {flag}, or 0 for none") from None
+
+
 def serve(args: argparse.Namespace, operator: Operator) -> None:
     """Start the HTTP servers that are asked for."""
     if args.health_probe_bind_address != "0":
         pages = {"/healthz": healthz, "/readyz": readyz}
-        Server(args.health_probe_bind_address, operator, pages)
+        listen("--health-probe-bind-address", args.health_probe_bind_address, operator, pages)
     if args.metrics_bind_address == "0":
         return
     certificate = ""
     if args.metrics_secure:
         certificate = args.metrics_cert_dir or self_signed()
         server_tls(certificate)  # so that a bad one shows at the start
-    Server(args.metrics_bind_address, operator, {"/metrics": metrics}, certificate)
+    pages = {"/metrics": metrics}
+    listen("--metrics-bind-address", args.metrics_bind_address, operator, pages, certificate)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -2153,7 +2224,7 @@ def run(args: argparse.Namespace) -> None:
         "sked %s: watching SchedExts in %s at %s",
         __version__,
         args.namespace or "all namespaces",
-        api.configuration.host,
+        api.host,
     )
     runner = spawn(functools.partial(elector.run, operator) if elector else operator.run, "runner")
     signal.sigwait(signals)
@@ -2169,15 +2240,17 @@ def main(argv: list[str] | None = None) -> str | None:
     urllib3.disable_warnings()  # of a kubeconfig that says insecure-skip-tls-verify
     try:
         logging.basicConfig(
-            level=args.log_level.upper(),
+            level=args.log_level,
             format="%(asctime)sZ %(levelname)-7s %(message)s",
             datefmt="%Y-%m-%dT%H:%M:%S",
         )
         if args.render:
-            with open(0 if args.render == "-" else args.render) as stream:
-                print(render(stream), end="")
+            print(render(args.render), end="")
         else:
             run(args)
+    except KeyboardInterrupt:
+        hint = " while it read stdin, which ends with Ctrl-D" if args.render == "-" else ""
+        return f"sked: interrupted{hint}"
     except SETUP_OR_NETWORK_ERRORS as error:
         return f"sked: {' '.join(str(error).split())}"
 

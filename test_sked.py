@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of sked, and what they run against.
 
     ApiServer        a Kubernetes API server in memory that speaks real HTTP and authorises by
@@ -29,6 +30,7 @@ import contextlib
 import functools
 import hashlib
 import http.server
+import importlib.util
 import itertools
 import json
 import logging
@@ -4877,31 +4879,68 @@ def test_the_configuration_comes_from_flag_environment_pod_or_home_in_this_order
 
 
 @pytest.mark.parametrize(
-    "flags, words",
+    "flags, problem",
     table("""
-    no default: ["--kubeconfig=", "no kubeconfig at ~/.kube/config: name one with --kubeconfig"]
-    no file: [--kubeconfig=~/none, "~/none: name one with --kubeconfig"]
-    no such context: [--context=x, x]
-    no current-context: [--kubeconfig=~/silent, current-context]
-    not a kubeconfig: [--kubeconfig=~/text, text]
-    not YAML: [--kubeconfig=~/broken, broken]
-    no lease namespace: [--leader-elect, --leader-election-namespace]
-    bad address: [--health-probe-bind-address=x, "cannot listen on 'x' (is it like :8081?)"]
-    bad port: ["--health-probe-bind-address=:70000", "cannot listen on ':70000'"]
-    port in use: ["--health-probe-bind-address=127.0.0.1:{taken}", Address already in use]
-    no certificate: ["--metrics-bind-address=127.0.0.1:0 --metrics-cert-dir=/none", /none]
-    no openssl: ["--metrics-bind-address=127.0.0.1:0", --metrics-cert-dir]
-    nothing to render: [--render=/none.yaml, /none.yaml]
+    no default:
+    - --kubeconfig=
+    - "no kubeconfig at ~/.kube/config: name one with --kubeconfig or $KUBECONFIG"
+    no file: [--kubeconfig=~/none, "no kubeconfig at ~/none: check --kubeconfig"]
+    a directory: ["--kubeconfig=/", "cannot read /: Is a directory"]
+    no such context: [--context=x, "~/env has no context 'x': choose one with --context (e1)"]
+    no current-context:
+    - --kubeconfig=~/silent
+    - "~/silent has no current-context: choose one with --context (s1)"
+    no contexts:
+    - --kubeconfig=/dev/null
+    - "/dev/null is not a kubeconfig, or has no contexts: check --kubeconfig"
+    not a kubeconfig: [--kubeconfig=~/text, "{home}/text is not a kubeconfig: check --kubeconfig"]
+    contexts of another kind:
+    - --kubeconfig=~/numbers
+    - "{home}/numbers is not a kubeconfig: check --kubeconfig"
+    not YAML:
+    - --kubeconfig=~/broken
+    - "{home}/broken is not valid YAML: expected ... at line 1, column 5"
+    not text: [--kubeconfig=~/binary, "{home}/binary is not text: check that it is the right file"]
+    no lease namespace: [--leader-elect, ... needs --leader-election-namespace outside a cluster]
+    port in use:
+    - "--health-probe-bind-address=127.0.0.1:{taken}"
+    - "cannot listen on 127.0.0.1:{taken}: Address already in use;
+      choose another address with --health-probe-bind-address, or 0 for none"
+    port of the metrics in use:
+    - "--metrics-bind-address=127.0.0.1:{taken} --metrics-secure=false"
+    - "cannot listen on ...; choose another address with --metrics-bind-address, or 0 for none"
+    no certificate: ["--metrics-bind-address=127.0.0.1:0 --metrics-cert-dir=/none", ... /none...]
+    no openssl: ["--metrics-bind-address=127.0.0.1:0", ... --metrics-cert-dir ...]
+    nothing to render: [--render=/none.yaml, "cannot read /none.yaml: No such file or directory"]
     """),
 )
-def test_a_failed_start_says_why_in_one_line(home, monkeypatch, flags, words):
+def test_a_failed_start_says_in_one_line_what_is_wrong_and_what_to_do(
+    home, monkeypatch, flags, problem
+):
     (home / ".kube" / "config").unlink()
+    (home / "binary").write_bytes(b"\x7fELF\x02\xff")
+    (home / "numbers").write_text("contexts: [5]")
     monkeypatch.setenv("PATH", "")
     with socket.create_server(("127.0.0.1", 0)) as other:
-        taken = other.getsockname()[1]
-        argv = "--kubeconfig=~/env --health-probe-bind-address=0 " + flags.format(taken=taken)
-        problem = sked.main(argv.split())
-    assert re.fullmatch(f"sked: .*{re.escape(words.format(taken=taken))}.*", problem)
+        words = {"taken": other.getsockname()[1], "home": home}
+        argv = "--kubeconfig=~/env --health-probe-bind-address=0 " + flags.format(**words)
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        said = sked.main(argv.split())
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+    anything = re.escape("...")
+    expected = re.escape("sked: " + problem.format(**words)).replace(anything, ".*")
+    assert re.fullmatch(expected, said)
+
+
+def test_a_wrong_kubeconfig_variable_is_named(home, monkeypatch):
+    monkeypatch.setenv("KUBECONFIG", "/none")
+    assert sked.main([]) == "sked: no kubeconfig at /none: check $KUBECONFIG"
+
+
+def test_a_refused_token_is_told_to_log_in_again(server, tmp_path):
+    clusters = {"x": {"server": f"http://127.0.0.1:{server.port}"}}
+    path = write_kubeconfig(tmp_path / "config", "x", clusters, {"token": "wrong"})
+    assert call_fails(connect(path), "Unauthorized: the token .* has expired; log in again")
 
 
 @pytest.mark.parametrize(
@@ -4913,7 +4952,7 @@ def test_a_failed_start_says_why_in_one_line(home, monkeypatch, flags, words):
     0 for false: [--metrics-secure=0, metrics_secure, false]
     zap flag with true: [--zap-devel=true, leader_elect, false]
     zap flag with a word: [--zap-encoder=json, leader_elect, false]
-    zap flag with a number: [--zap-log-level=5, log_level, info]
+    zap flag with a number: [--zap-log-level=5, log_level, INFO]
     HTTP/2: [--enable-http2=true, metrics_secure, true]
     no metrics by default: [--leader-elect, metrics_bind_address, "0"]
     health by default: ["--metrics-bind-address=:9", health_probe_bind_address, ":8081"]
@@ -4928,6 +4967,10 @@ def test_flags_mean_the_same_as_in_the_go_operator(flag, name, value):
     table("""
     neither true nor false: [--leader-elect=maybe, "'maybe' is neither true nor false"]
     abbreviated: [--leader, "unrecognized arguments: --leader"]
+    level: [--log-level=loud, "--log-level: 'loud' is not debug, info, warning or error"]
+    address: [--metrics-bind-address=x, "'x' is neither an address like :8081 nor 0"]
+    no number: ["--health-probe-bind-address=:http", "':http' is neither an address like"]
+    port: ["--health-probe-bind-address=:70000", "':70000' is neither an address like"]
     """),
 )
 def test_unsupported_flags_are_refused_with_a_reason(capsys, flag, words):
@@ -4963,7 +5006,14 @@ def test_render_prints_daemonsets_that_yield_to_each_other(capsys, tmp_path):
     table("""
     no spec: ["{kind: SchedExt, metadata: {name: x}}", "spec.sched is missing: it names the image"]
     no name: ["{kind: SchedExt, spec: {sched: x}}", metadata.name is missing]
-    a number: ["{kind: SchedExt, metadata: {name: 5}, spec: {sched: x}}", metadata.name is missing]
+    metadata not a map: ["{kind: SchedExt, metadata: x, spec: {sched: x}}", metadata.name is miss]
+    a number:
+    - "{kind: SchedExt, metadata: {name: 5}, spec: {sched: x}}"
+    - "metadata.name is not text: write it in quotes, '5'"
+    the second:
+    - "{kind: List, items: [{kind: SchedExt, metadata: {name: x}, spec: {sched: x}},
+      {kind: SchedExt, metadata: {name: y}, spec: {}}]}"
+    - "SchedExt y: spec.sched is missing"
     spec not a map: ["{kind: SchedExt, metadata: {name: x}, spec: text}", spec.sched is missing]
     empty image: ["{kind: SchedExt, metadata: {name: x}, spec: {sched: ''}}", spec.sched is missing]
     image not text: ["{kind: SchedExt, metadata: {name: x}, spec: {sched: 5}}", spec.sched must be]
@@ -4976,18 +5026,35 @@ def test_render_prints_daemonsets_that_yield_to_each_other(capsys, tmp_path):
     probeImage:
     - "{kind: SchedExt, metadata: {name: x}, spec: {sched: x, probeImage: 3}}"
     - spec.probeImage must be an image with sh and grep
-    not YAML: ["a: [", expected]
-    another kind: ["kind: Pod", no SchedExt]
-    empty List: ["{kind: List, items: }", no SchedExt]
-    List of numbers: ["{kind: List, items: [5]}", no SchedExt]
-    empty file: ["", no SchedExt]
+    not YAML: ["a: [", "is not valid YAML: expected the node content"]
+    no date: ["a: 2020-99-99", "is not valid YAML: month must be in 1..12"]
+    not text: ["\\0", is not text]
+    another kind: ["kind: Pod", has no object of kind SchedExt]
+    empty List: ["{kind: List, items: }", has no object of kind SchedExt]
+    List of numbers: ["{kind: List, items: [5]}", has no object of kind SchedExt]
+    empty file: ["", has no object of kind SchedExt]
     """),
 )
-def test_render_says_in_one_line_what_is_wrong_with_its_input(capsys, tmp_path, text, words):
+def test_render_says_in_one_line_what_is_wrong_with_which_file(capsys, tmp_path, text, words):
     (tmp_path / "file").write_text(text)
     problem = sked.main([f"--render={tmp_path}/file"])
-    assert re.fullmatch(f"sked: .*{re.escape(words)}.*", problem)
+    assert re.fullmatch(f"sked: {tmp_path}/file:? .*{re.escape(words)}.*", problem)
     assert capsys.readouterr().out == ""
+
+
+def test_render_names_stdin_and_the_line_that_is_no_yaml():
+    said = python("sked.py", "--render", "-", text="kind: SchedExt\nspec: [\n")
+    assert re.fullmatch("sked: stdin is not valid YAML: expected .* at line 3, column 1\n", said)
+
+
+def test_an_interrupted_render_of_stdin_says_how_stdin_ends():
+    command, pipe = [sys.executable, "sked.py", "--render", "-"], subprocess.PIPE
+    with subprocess.Popen(command, cwd=HERE, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        process.stdin.write(b"#\n" * 1_000_000)  # more than a pipe holds: sked is reading it
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate()
+    assert (process.returncode, out) == (1, b"")
+    assert err == b"sked: interrupted while it read stdin, which ends with Ctrl-D\n"
 
 
 def test_a_problem_is_one_line_on_stderr_and_exit_code_1():
@@ -5290,10 +5357,51 @@ def test_a_name_too_long_for_a_label_is_refused(real):
 # ---------------------------------------------------------------- install.yaml: the operator
 
 
-def test_everything_but_the_namespace_and_the_crd_has_the_operators_label():
-    labels = {"app.kubernetes.io/component": "operator"}
-    others = [obj for obj in manifests() if not labels.items() <= obj["metadata"]["labels"].items()]
-    assert [obj["kind"] for obj in others] == ["Namespace", "CustomResourceDefinition"]
+def test_removing_only_the_operator_keeps_the_schedexts_and_the_roles_that_people_bind():
+    label = ("app.kubernetes.io/component", "operator")
+    kept = [obj for obj in manifests() if label not in obj["metadata"]["labels"].items()]
+    assert [f"{obj['kind']} {obj['metadata']['name']}" for obj in kept] == [
+        "Namespace sked-system",
+        "CustomResourceDefinition schedexts.sked.schedkit.io",
+        "ClusterRole sked-metrics-reader",
+        "ClusterRole sked-schedext-editor-role",
+        "ClusterRole sked-schedext-viewer-role",
+    ]
+
+
+def test_the_operator_leaves_a_lost_node_as_soon_as_kubernetes_notices():
+    tolerations = pod_spec(installed_one("Deployment"))["tolerations"]
+    leaves = {
+        rule["key"]: rule["tolerationSeconds"]
+        for rule in tolerations
+        if rule["effect"] == "NoExecute"
+    }
+    lost = {"node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"}
+    assert leaves == dict.fromkeys(lost, 5)
+
+
+def test_the_operator_requests_more_memory_than_the_readme_measures():
+    (manager,) = pod_spec(installed_one("Deployment"))["containers"]
+    assert manager["resources"]["requests"]["memory"] == "96Mi"
+    measured = re.findall(r"^\|.*SchedExt.*\| (\d+) MiB \|", README, re.M)
+    assert measured
+    assert max(map(int, measured)) <= 96
+
+
+def test_the_version_is_a_label_only_where_a_label_may_change():
+    found = [
+        obj["kind"] + path
+        for obj in manifests()
+        for path in (".metadata.labels", ".spec.template.metadata.labels")
+        if "app.kubernetes.io/version" in (dig(obj, path) or {})
+    ]
+    assert found == [
+        "CustomResourceDefinition.metadata.labels",
+        "Deployment.metadata.labels",
+        "Deployment.spec.template.metadata.labels",
+    ]
+    assert "version" not in str(installed_one("Deployment")["spec"]["selector"])
+    assert "version" not in str(installed_one("Service")["spec"]["selector"])
 
 
 def test_the_operators_pod_is_restricted_and_sets_no_uid():
@@ -5362,7 +5470,7 @@ EXAMPLES = [
 
 
 def test_the_version_is_the_same_everywhere():
-    pattern = r'(?:/sked:|image.version=")([\w.]+)'
+    pattern = r'(?:/sked:|image.version="|kubernetes.io/version: )([\w.]+)'
     for name in ("README.md", "Dockerfile", "install.yaml"):
         assert set(re.findall(pattern, (HERE / name).read_text())) == {sked.__version__}
 
@@ -5386,6 +5494,46 @@ def test_every_schedext_in_the_readme_passes_the_schema_and_makes_a_daemonset(ob
         assert obeys(".spec.sched", container["image"])
 
 
+def test_the_licence_is_the_same_everywhere():
+    spdx = "# SPDX-License-Identifier: Apache-2.0\n"
+    for name in ("sked.py", "test_sked.py"):
+        assert (HERE / name).read_text().startswith(spdx)
+    assert 'image.licenses="Apache-2.0"' in (HERE / "Dockerfile").read_text()
+    assert "\n## Licence\n\nApache-2.0" in README
+
+
+def dockerfile_commands() -> list[str]:
+    """What the Dockerfile runs, one shell command each."""
+    text = (HERE / "Dockerfile").read_text().replace("\\\n", "")
+    runs = re.findall(r"^RUN (.*)", text, re.M)
+    return [command.strip() for run in runs for command in run.split(" && ")]
+
+
+def test_sked_logs_in_every_way_without_what_the_image_leaves_out(tmp_path):
+    commands = dockerfile_commands()
+    (removed,) = [c.split()[2:] for c in commands if c.startswith("rm -r ")]
+    emptying = re.compile(r"find (\S+) -type f ! -name __init__.py -delete")
+    (emptied,) = [found[1] for found in map(emptying.fullmatch, commands) if found]
+    (check,) = [c for c in commands if "authorization()" in c]
+    (package,) = importlib.util.find_spec("kubernetes").submodule_search_locations
+
+    def left_out(folder: str, names: list[str]) -> set[str]:
+        relative = Path(folder).relative_to(package)
+        gone = {name for name in names if str(relative / name) in removed}
+        if relative.is_relative_to(emptied):
+            gone |= {name for name in names if name != "__init__.py"}
+        return gone | {"__pycache__"}
+
+    assert removed and all((Path(package) / path).is_dir() for path in [*removed, emptied])
+    shutil.copytree(package, tmp_path / "kubernetes", ignore=left_out)
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{HERE}", "PYTHONDONTWRITEBYTECODE": "1"}
+    program = re.fullmatch("python -c '(.*)'", check)[1]
+    program += "; import kubernetes; print(kubernetes.__file__)"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (done.stderr, done.stdout) == ("", f"{tmp_path}/kubernetes/__init__.py\n")
+
+
 def test_every_status_reason_is_documented():
     source = (HERE / "sked.py").read_text()
     given = set(re.findall(r'(?:return|Blocked\(|reason =)\s*"([A-Z]\w+)"(?! if)', source))
@@ -5393,6 +5541,123 @@ def test_every_status_reason_is_documented():
     on_a_node = {"AlreadyAttached", "NotAttached", "Unschedulable"}
     assert given == set(re.findall(r"[A-Z]\w+", described)) | on_a_node
     assert [reason for reason in given if f"`{reason}`" not in README] == []
+
+
+def test_the_readmes_schedexts_applied_one_after_the_other_do_not_meet_on_a_node():
+    nodes: dict[str, set[str]] = {}  # the names of the SchedExts, by their selectors
+    for obj in EXAMPLES:
+        selector = json.dumps(obj["spec"].get("nodeSelector", {}))
+        nodes.setdefault(selector, set()).add(obj["metadata"]["name"])
+    assert nodes == {
+        "{}": {"scx-rusty"},
+        '{"sked-off": "true"}': {"switched-off"},
+        '{"pool": "latency"}': {"scx-lavd"},
+    }
+
+
+def test_every_link_inside_the_readme_leads_to_a_heading():
+    headings = re.findall(r"^##+ (.*)$", README, re.M)
+    anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    links = re.findall(r"\]\(#(.*?)\)", README)
+    assert links and [link for link in links if link not in anchors] == []
+    contents = README.partition("Contents: ")[2].partition("\n\n")[0]
+    chapters = re.findall(r"^## (.*)$", README, re.M)
+    assert len(re.findall(r"\]\(#", contents)) == len(chapters)
+
+
+def test_every_metric_is_in_the_readme():
+    names = [line.split()[0] for line in sked.METRICS_HELP.splitlines()]
+    listed = README.partition("| metric |")[2].partition("\n\n")[0]
+    assert names and [name for name in names if f"`{name}" not in listed] == []
+
+
+def test_the_readmes_daemonsets_are_printed_as_documents_that_yield():
+    rusty, lavd = yaml.safe_load_all(python("-c", blocks("python")[0]))
+    assert [obj["metadata"]["name"] for obj in (rusty, lavd)] == ["scx-rusty", "scx-lavd"]
+    [rule] = dig(pod_spec(rusty), f"{TERMS}[0].matchExpressions")
+    assert rule == {"key": "pool", "operator": "NotIn", "values": ["latency"]}
+
+
+def test_the_readmes_own_program_says_what_it_watches_and_makes_a_daemonset(server, monkeypatch):
+    monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig("sked")))
+    server.create(schedext("x"))
+    command = [sys.executable, "-u", "-c", blocks("python")[1]]
+    with subprocess.Popen(command, cwd=HERE, stdout=subprocess.PIPE, text=True) as process:
+        line = process.stdout.readline()
+        eventually(lambda: server.get("daemonsets", "default", "x"))
+        process.kill()
+    assert line == f"sked 1.3.0 watches SchedExts at http://127.0.0.1:{server.port}\n"
+
+
+LUA = next(filter(None, map(shutil.which, ("lua5.1", "lua5.4", "lua"))), None)
+
+
+@pytest.mark.skipif(not LUA, reason="needs Lua (Debian: lua5.1)")
+@pytest.mark.parametrize(
+    "status, health",
+    table("""
+    ready: ['{conditions = {stalled, ready("AllReady", 2)}}', "Healthy AllReady: why"]
+    rolling out: ['{conditions = {ready("RollingOut", 2)}}', "Progressing RollingOut: why"]
+    suspended: ['{conditions = {ready("Suspended", 2)}}', "Suspended Suspended: why"]
+    failing: ['{conditions = {ready("NodesFailing", 2)}}', "Degraded NodesFailing: why"]
+    refused: ['{conditions = {ready("Rejected", 2), stalled}}', "Degraded Rejected: why"]
+    of the last generation: ['{conditions = {ready("AllReady", 1)}}', Progressing waiting for sked]
+    no conditions: ["{}", Progressing waiting for sked]
+    no status: ["nil", Progressing waiting for sked]
+    """),
+)
+def test_argo_cds_health_check_follows_the_reason(status, health):
+    (config,) = [block for block in blocks("yaml") if "resource.customizations" in block]
+    (check,) = yaml.safe_load(config)["data"].values()
+    program = f"""
+        local function ready(reason, generation)
+          return {{type="Ready", reason=reason, message="why", observedGeneration=generation}}
+        end
+        local stalled = {{type="Stalled", reason="Rejected", message="x", observedGeneration=2}}
+        local obj = {{metadata = {{generation = 2}}, status = {status}}}
+        local function check(obj) {check} end
+        local health = check(obj)
+        print(health.status .. " " .. health.message)
+    """
+    done = subprocess.run([LUA, "-"], input=program, capture_output=True, text=True)
+    assert (done.stderr, done.stdout) == ("", f"{health}\n")
+
+
+def test_the_readmes_policy_refuses_new_images_but_never_the_off_switch(real):
+    (block,) = [block for block in blocks("yaml") if "ValidatingAdmissionPolicy" in block]
+    policy, binding = yaml.safe_load_all(block)
+    folder = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpol"
+    paths = {f"{folder}icies": policy, f"{folder}icybindings": binding}
+    namespace = real.namespace()
+    real.create(schedext("x", RUSTY, namespace))
+    policy["metadata"]["name"] = binding["metadata"]["name"] = namespace
+    binding["spec"]["policyName"] = policy["metadata"]["name"]
+    own = {"matchLabels": {"kubernetes.io/metadata.name": namespace}}  # leave other tests alone
+    policy["spec"]["matchConstraints"]["namespaceSelector"] = own
+
+    def change(**spec: Any) -> str:
+        try:
+            real.patch("schedexts", namespace, "x", {"spec": spec})
+        except Refusal as refusal:
+            return str(refusal)
+        return "accepted"
+
+    try:
+        for path, obj in paths.items():
+            real.call("POST", path, obj)
+        # It takes a few seconds to hold, and until then each try needs an image that is new.
+        eventually(lambda: "pinned by digest" in change(sched=f"{LAVD}-{uuid.uuid4().hex}"))
+        with pytest.raises(Refusal, match="pinned by digest"):
+            real.create(schedext("y", RUSTY, namespace))
+        assert change(suspend=True) == "accepted"
+        assert change(suspend=False) == "accepted"
+        assert "pinned by digest" in change(probeImage="busybox:stable")
+        assert change(sched=f"registry.example.com/scx_rusty@{DIGEST}") == "accepted"
+        assert "pinned by digest" in change(sched=RUSTY)
+    finally:
+        for path, obj in paths.items():
+            real.call("DELETE", f"{path}/{obj['metadata']['name']}")
+        real.call("DELETE", f"/api/v1/namespaces/{namespace}")
 
 
 def test_every_flag_in_the_readme_exists(capsys):
