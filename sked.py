@@ -15,7 +15,7 @@ never releases the lease. Its typed API classes cost up to 27 MiB and drop field
 know, so only its configuration, its connection pool and two helpers are used.
 
 Why not server-side apply? It cannot say that a field must be absent: a command, hostPID or a
-container that somebody adds to a privileged pod would stay. So sked compares, and removes them.
+container that another client adds to a privileged pod would stay. So sked compares and removes it.
 
 Throughout this file:
     schedext   a SchedExt, as the plain dict that the API returns
@@ -592,7 +592,8 @@ def pod_problem(meta: dict, status: dict, containers: dict) -> Problem:
 
 def container_problem(container: dict, logs: str) -> Problem:
     waiting = container.get("state", {}).get("waiting", {})
-    died, restarts = last_end(container), container.get("restartCount", 0)
+    died = last_end(container)
+    restarts = container.get("restartCount", 0)
     reason = waiting.get("reason", CRASHED if died or restarts else "")
     if reason in ("ContainerCreating", "PodInitializing"):
         return "", ""
@@ -774,14 +775,14 @@ class Operator:
         return sorted(t.name for t in beats if beats[t] < oldest or not t.is_alive())
 
     def fault(self, who: str, message: str) -> None:
-        """Log why somebody cannot reach the API server, unless the same is known already."""
+        """Log why a reflector or a key cannot reach the API server, unless it is known already."""
         with self.lock:
             if message not in self.faults.values():
                 log.warning("%s; trying again", message)
             self.faults[who] = message
 
     def recovered(self, who: str) -> None:
-        """Note that somebody reaches the API server again, and log it once all do."""
+        """Note that a reflector or a key reaches the API server again, and log it once all do."""
         with self.lock:
             if self.faults.pop(who, None) and not self.faults:
                 log.info("the API server answers again")
@@ -796,7 +797,8 @@ class Operator:
 
     def process(self, key: Key) -> None:
         """Reconcile a key and queue it again. All errors end here."""
-        started, result = monotonic(), "success"
+        started = monotonic()
+        result = "success"
         longest_wait = RETRY_SECONDS
         try:
             self.queue.succeeded(key, self.reconcile(key))
@@ -822,6 +824,7 @@ class Operator:
         """
         schedext = self.schedexts.get(key)
         if not schedext or "deletionTimestamp" in schedext["metadata"]:
+            # There is no finalizer: the owner reference makes the garbage collector clean up.
             if self.histories.pop(key, None):
                 log.info("%s/%s: deleted; the garbage collector deletes its DaemonSet", *key)
             return inf
@@ -832,8 +835,9 @@ class Operator:
             if wrote:
                 return GATHER_SECONDS  # the status follows when the controller has had a moment
         except Blocked as error:
-            blocked = error
+            blocked = error  # the status says why, and we look again
         except InvalidSpec as error:
+            # Only an edit can mend it, or the end of a pool that it has to yield to.
             blocked = Blocked("Rejected", str(error))
         except ApiError as error:
             # A refusal, or a fault that does not pass, belongs in the status. A namespace that is
@@ -847,7 +851,7 @@ class Operator:
         if status != schedext["status"]:
             early = self.histories[key].status_due_in()
             if early > 0:
-                return early
+                return early  # so that a rollout does not write the status for every pod
             self.write_status(key, schedext, status)
         return max(GATHER_SECONDS, changes_in(view, blocked))
 
@@ -861,7 +865,7 @@ class Operator:
         have = self.cached_or_fetched(key, schedext)
         target, changes = as_wanted(have, want)
         if have:
-            check_control(schedext, have)
+            check_control(schedext, have)  # what is not ours is never touched
             pods = self.pods.select(have["metadata"]["uid"])
             if changes and should_be_parked(want, have, changes, pods, history):
                 # Its pods run what is wanted: they need not restart on the nodes that it keeps.
@@ -875,13 +879,13 @@ class Operator:
                 path: value for path, value in changes.items() if path.startswith("metadata.")
             }
         if not changes:
+            # After a restart of sked, this is how it knows later that a change was an edit.
             history.remember(want, have)
             return have, False
         if is_repair:
-            history.check_pace(drift_sentence(have, changes))
+            history.check_pace(drift_sentence(have, changes))  # it may be a fight
         if have:
-            guard = guard_for(changes, is_repair)
-            patch = merge_patch(have, target, guard)
+            patch = merge_patch(have, target, guard_for(changes, is_repair))
             answer = self.write("PATCH", path_to(DAEMONSETS, *key), patch)
         else:
             answer = self.write("POST", path_to(DAEMONSETS, key[0]), target)
@@ -907,7 +911,8 @@ class Operator:
         label), and when it has no owner. If it is then to be created or adopted, we make sure that
         the SchedExt still exists: its deletion may not have reached the watch.
         """
-        found, history = self.daemonsets.get(key), self.histories[key]
+        history = self.histories[key]
+        found = self.daemonsets.get(key)
         if found:
             is_doubtful = not controller_of(found) or history.is_ahead_of(found)
         else:
@@ -1052,12 +1057,13 @@ def guard_for(changes: Iterable[str], is_repair: bool) -> str:
 
 
 def check_control(schedext: dict, daemonset: dict) -> None:
-    """Raise Blocked if the DaemonSet is being deleted, or belongs to somebody else.
+    """Raise Blocked if the DaemonSet is being deleted, or another owner controls it.
 
     One that has our label and no owner is adopted.
     """
     namespace, name = key_of(schedext)
-    owner, meta = controller_of(daemonset), daemonset["metadata"]
+    meta = daemonset["metadata"]
+    owner = controller_of(daemonset)
     is_leaving = "deletionTimestamp" in meta
     if owner.get("uid") == schedext["metadata"]["uid"] and not is_leaving:
         return
@@ -1245,7 +1251,8 @@ def owned_fields(schedext: dict, selectors: Iterable[Selector]) -> dict:
     """Every field of the DaemonSet that sked owns; None for what should not be set."""
     check_spec(schedext)
     meta, spec = schedext["metadata"], schedext["spec"]
-    name, get = meta["name"], spec.get
+    name = meta["name"]
+    get = spec.get
     volumes = {f"host-{n}": path for n, path in enumerate(get("hostPaths") or ())}
     suspended = {SUSPENDED: "true"} if get("suspend") else {}
     scx = {
@@ -1295,8 +1302,10 @@ def owned_fields(schedext: dict, selectors: Iterable[Selector]) -> dict:
 
 def check_spec(schedext: dict) -> None:
     meta, spec = schedext.get("metadata"), schedext.get("spec")
-    if not isinstance(meta, dict) or not isinstance(meta.get("name"), str):
+    if not isinstance(meta, dict) or not meta.get("name"):
         raise InvalidSpec("metadata.name is missing")
+    if not isinstance(meta["name"], str):
+        raise InvalidSpec(f"metadata.name must be text: write it in quotes, '{meta['name']}'")
     if not isinstance(spec, dict) or not spec.get("sched"):
         raise InvalidSpec("spec.sched is missing: it names the image of a scheduler")
     for field, (shape, words) in SHAPES.items():
@@ -1357,9 +1366,11 @@ def as_wanted(have: dict, want: dict, path: str = "") -> tuple[dict, dict]:
     All other fields stay, and so does a value that means the same. The changes are the wanted
     values by path, as plain() spells them.
     """
-    target, changes = dict(have), {}
+    target = dict(have)
+    changes = {}
     for name, mine in want.items():
-        here, theirs = path + name, have.get(name)
+        here = path + name
+        theirs = have.get(name)
         if name in SHARED and mine:
             merged, inner = as_wanted(theirs or {}, mine, f"{here}.")
             target[name] = merged or None
@@ -1507,8 +1518,8 @@ def parked_form(want: dict, have: dict) -> dict:
 def only_placement_is_new(want: dict, have: dict, changes: dict, history: History) -> bool:
     """Whether our own wish about the placement has changed, and nothing else of the template.
 
-    Somebody's edit of the placement is drift, and so is not a wish. After a restart of sked we
-    cannot tell the two apart, so what is there counts as our last wish.
+    An edit of the placement by another client is drift, not our wish. Right after a restart of
+    sked we cannot tell the two apart, so what is there counts as our last wish.
     """
     if PLACEMENT.isdisjoint(changes):
         return False
@@ -1590,7 +1601,8 @@ class View(NamedTuple):
 
 def build_status(view: View, blocked: Blocked | None, now: str) -> dict:
     """The status of a SchedExt."""
-    old, generation = view.schedext["status"], view.schedext["metadata"]["generation"]
+    old = view.schedext["status"]
+    generation = view.schedext["metadata"]["generation"]
     failures = build_failures(view)
     nodes = count_nodes(view, len(failures))
     if blocked:
@@ -1740,7 +1752,7 @@ RENEW_DEADLINE_SECONDS = 10.0  # a leader that has not renewed for this long exi
 
 
 class Elector:
-    """Holds the Lease. Somebody else's has expired if it has not changed for its duration."""
+    """Holds the Lease. Another replica's has expired if it has not changed for its duration."""
 
     def __init__(self, api: Api, namespace: str) -> None:
         self.api = api
@@ -1771,7 +1783,7 @@ class Elector:
                 operator.recovered("lease")
             except ApiError as error:
                 self.is_current = False
-                if error.status != 409:  # which means that somebody else was faster
+                if error.status != 409:  # which means that another replica was faster
                     operator.fault("lease", str(error))
             self.check()
             if self.leads() and not self.has_led:
@@ -1792,7 +1804,8 @@ class Elector:
                 self.lease = lease
                 self.seen = monotonic()
         asked = monotonic()
-        spec, now = self.lease.get("spec") or {}, timestamp("%Y-%m-%dT%H:%M:%S.%fZ")
+        now = timestamp("%Y-%m-%dT%H:%M:%S.%fZ")
+        spec = self.lease.get("spec") or {}
         holder = spec.get("holderIdentity")
         if holder != self.identity:
             self.renewed = -inf
@@ -1839,7 +1852,8 @@ class Metrics(Counter):
 
     def reconciled(self, result: str, seconds: float) -> None:
         """Count a pass; its duration is in each bucket that is large enough."""
-        name, label = "controller_runtime_reconcile", 'controller="schedext"'
+        name = "controller_runtime_reconcile"
+        label = 'controller="schedext"'
         with self.lock:
             self[f'{name}_total{{{label},result="{result}"}}'] += 1
             self[f"{name}_time_seconds_sum{{{label}}}"] += seconds
@@ -1896,7 +1910,7 @@ def readyz(operator: Operator) -> Page:
 
 
 def metrics(operator: Operator) -> Page:
-    """What was counted, and what is measured when somebody asks."""
+    """What was counted so far, and what is measured now."""
     gauges = {
         'workqueue_depth{name="schedext"}': operator.queue.depth(),
         f'leader_election_master_status{{name="{LEASE_NAME}"}}': operator.leads(),
@@ -2023,34 +2037,43 @@ STOP_SECONDS = 1.8  # from SIGTERM to our end, whatever is under way
 def load_configuration(path: str | None, context: str | None) -> Configuration:
     """The flag, else $KUBECONFIG, else the pod's own (unless --context), else ~/.kube/config."""
     configuration = Configuration()
-    hint = "check --kubeconfig" if path else "check $KUBECONFIG"
-    path = path or os.environ.get("KUBECONFIG")
-    if not (path or context) and "KUBERNETES_SERVICE_HOST" in os.environ:
+    variable = os.environ.get("KUBECONFIG")
+    if not (path or variable or context) and "KUBERNETES_SERVICE_HOST" in os.environ:
         kubeconfig.load_incluster_config(configuration)
         return configuration
-    if not path:
-        path, hint = "~/.kube/config", "name one with --kubeconfig or $KUBECONFIG"
+    if path:
+        hint = "check --kubeconfig"
+    elif variable:
+        hint = "check $KUBECONFIG"
+    else:
+        hint = "name one with --kubeconfig or $KUBECONFIG"
+    path = path or variable or "~/.kube/config"
     files = [f for f in map(os.path.expanduser, path.split(os.pathsep)) if os.path.exists(f)]
     if not files:
         raise ValueError(f"no kubeconfig at {path}: {hint}")
-    names = []
+    context, contexts = read_contexts(files, context, hint)
+    if not contexts:
+        raise ValueError(f"{path} is not a kubeconfig, or has no contexts: {hint}")
+    if context not in contexts:
+        problem = f"has no context {context!r}" if context else "has no current-context"
+        raise ValueError(f"{path} {problem}: choose one with --context ({', '.join(contexts)})")
+    # False: do not rewrite it
+    kubeconfig.load_kube_config(os.pathsep.join(files), context, configuration, False)
+    return configuration
+
+
+def read_contexts(files: list[str], context: str | None, hint: str) -> tuple[str | None, list[str]]:
+    """The context to use, and all that there are. As for kubectl, the first file that has a
+    current-context decides."""
+    contexts = []
     for file in files:
         content = next(iter(read_yaml(file)), None) or {}
         try:
-            # as for kubectl, the first file that names a context decides
             context = context or content.get("current-context")
-            names += [str(each["name"]) for each in content.get("contexts") or []]
+            contexts += [str(each["name"]) for each in content.get("contexts") or ()]
         except (AttributeError, KeyError, TypeError):
             raise ValueError(f"{file} is not a kubeconfig: {hint}") from None
-    if not names:
-        raise ValueError(f"{path} is not a kubeconfig, or has no contexts: {hint}")
-    if str(context) not in names:
-        problem = f"has no context {context!r}" if context else "has no current-context"
-        raise ValueError(f"{path} {problem}: choose one with --context ({', '.join(names)})")
-    kubeconfig.load_kube_config(
-        os.pathsep.join(files), context, configuration, False
-    )  # do not rewrite it
-    return configuration
+    return context and str(context), contexts
 
 
 def read_yaml(file: str) -> list:
@@ -2082,15 +2105,12 @@ def render(file: str) -> str:
         raise ValueError(f"{source} has no object of kind SchedExt")
     daemonsets = []
     for schedext in schedexts:
-        meta = schedext.get("metadata")
-        name = meta.get("name") if isinstance(meta, dict) else None
-        if not isinstance(name, (str, type(None))):
-            raise ValueError(f"{source}: metadata.name is not text: write it in quotes, '{name}'")
         try:
             daemonsets.append(build_daemonset(schedext, schedexts))
-        except ValueError as error:
-            which = f"{source}: SchedExt {name}" if name else source
-            raise ValueError(f"{which}: {error}") from None
+        except InvalidSpec as error:
+            meta = schedext.get("metadata")
+            name = meta.get("name") if isinstance(meta, dict) else ""
+            raise ValueError(f"{source}: SchedExt {name or '?'}: {error}") from None
     return yaml.safe_dump_all(daemonsets, sort_keys=False)
 
 

@@ -5009,7 +5009,7 @@ def test_render_prints_daemonsets_that_yield_to_each_other(capsys, tmp_path):
     metadata not a map: ["{kind: SchedExt, metadata: x, spec: {sched: x}}", metadata.name is miss]
     a number:
     - "{kind: SchedExt, metadata: {name: 5}, spec: {sched: x}}"
-    - "metadata.name is not text: write it in quotes, '5'"
+    - "metadata.name must be text: write it in quotes, '5'"
     the second:
     - "{kind: List, items: [{kind: SchedExt, metadata: {name: x}, spec: {sched: x}},
       {kind: SchedExt, metadata: {name: y}, spec: {}}]}"
