@@ -874,10 +874,7 @@ class Operator:
         is_repair = history.is_last_wish(want)
         if is_repair and history.is_untouched(have):
             # The spec is as our own write left it, so admission made this of it: accepted.
-            # Labels, annotations and owners have no generation to go by, so they still count.
-            changes = {
-                path: value for path, value in changes.items() if path.startswith("metadata.")
-            }
+            changes = outside_spec(changes)
         if not changes:
             # After a restart of sked, this is how it knows later that a change was an edit.
             history.remember(want, have)
@@ -889,17 +886,21 @@ class Operator:
             answer = self.write("PATCH", path_to(DAEMONSETS, *key), patch)
         else:
             answer = self.write("POST", path_to(DAEMONSETS, key[0]), target)
-        history.wrote_daemonset(want, answer, is_repair)
+        history.remember(want, answer)
+        history.wrote()
         _, overruled = as_wanted(answer, want)
         if overruled:
             paths = ", ".join(overruled)
             log.info("%s/%s: admission changed %s of the DaemonSet; sked accepts that", *key, paths)
-        applied = [path for path in changes if path not in overruled]
-        if is_repair:
-            # If a policy overrules the only field that was edited, the edit is undone all the same.
-            self.report_drift(key, schedext, drift_sentence(have, applied or changes))
-        elif applied:
-            what = f"changed {', '.join(applied)} of" if have else "created"
+        if history.is_untouched(have):
+            # The answer has the generation of what was there: admission undid all of our write.
+            changes = outside_spec(changes)
+        paths = [path for path in changes if path not in overruled] or list(changes)
+        if is_repair and changes:
+            history.repaired()
+            self.report_drift(key, schedext, drift_sentence(have, paths))
+        elif changes:
+            what = f"changed {', '.join(paths)} of" if have else "created"
             log.info("%s/%s: %s the DaemonSet", *key, what)
         return answer, True
 
@@ -1045,6 +1046,11 @@ def drift_sentence(daemonset: dict, paths: Iterable[str]) -> str:
     return f"{daemonset['lastEditor'] or 'something'} changed {', '.join(paths)}"
 
 
+def outside_spec(changes: dict) -> dict:
+    """The changes of labels, annotations and owners, which have no generation to go by."""
+    return {path: value for path, value in changes.items() if path.startswith("metadata.")}
+
+
 def guard_for(changes: Iterable[str], is_repair: bool) -> str:
     """The field that guards a patch, see merge_patch.
 
@@ -1123,11 +1129,8 @@ class History:
         meta = daemonset.get("metadata", {})
         return (self.uid, self.generation) == (meta.get("uid"), meta.get("generation"))
 
-    def wrote_daemonset(self, want: dict, answer: dict, is_repair: bool) -> None:
-        self.remember(want, answer)
-        self.wrote()
-        if not is_repair:
-            return
+    def repaired(self) -> None:
+        """Note that our last write was a repair."""
         if self.wrote_at > self.next_repair + BLOCKED_SECONDS:
             self.repairs = 0  # it was quiet for a minute
         self.repairs += 1

@@ -2840,6 +2840,20 @@ def test_under_such_a_policy_drift_is_still_undone_and_named(world, server):
     assert said == [f"{pod}.containers.scx.image", f"{pod}.hostPID"]
 
 
+def test_under_such_a_policy_somebody_elses_field_is_not_called_drift(world, server, fleet):
+    server.webhook = admission(MIRROR, to_mirror)
+    world.edit(sched=LAVD)
+    world.expect("AllReady")
+    since = time.time()
+    for number in range(8):  # more than a fight takes
+        restarted = {"kubectl.kubernetes.io/restartedAt": str(number)}
+        world.drift({"spec": {"template": {"metadata": {"annotations": restarted}}}})
+        eventually(lambda n=number: world.written(since).count("patch daemonsets") > n)
+    world.expect("AllReady")
+    assert "backing off" not in str(world.messages())
+    assert drift_events(server) == []
+
+
 def test_a_policy_that_comes_later_restarts_nobody_and_a_restart_writes_nothing(
     world, server, fleet
 ):
