@@ -26,7 +26,7 @@ Throughout this file:
                and wins the nodes that both select
     placement  a DaemonSet's nodeSelector and node affinity: which nodes it runs on
     parked     a DaemonSet whose last change affected only its placement. Its strategy is OnDelete
-               for now, so that the pods on the nodes it keeps do not restart
+               until another change, so that the pods on the nodes it keeps do not restart
 
 Three rules keep it simple:
     Only keys travel through the queue. reconcile reads the caches and never asks what woke it.
@@ -80,7 +80,7 @@ Key = tuple[str, str]
 Selector = frozenset  # of pairs
 
 GATHER_SECONDS = 1.0  # changes are batched for this long before a status is written
-BLOCKED_SECONDS = 60.0  # until we look again at what only others can fix
+BLOCKED_SECONDS = 60.0  # how soon we look again at what only someone else can fix
 
 log = logging.getLogger("sked")
 
@@ -127,9 +127,9 @@ LEASES = "/apis/coordination.k8s.io/v1{}/leases"
 CONNECT_SECONDS = 10.0
 REQUEST_SECONDS = 30.0  # for everything but a watch
 WATCH_SECONDS = 240  # after this the API server ends a watch
-RECONNECT_SECONDS = 8.0  # the longest wait before we try an API server that is down again
+RECONNECT_SECONDS = 8.0  # the longest wait between attempts to reach an API server that is down
 FIELD_MANAGER = "sked"  # our name in managedFields: the API server takes it from the User-Agent
-HEADER_SECONDS = 1.0  # for so long we keep our credentials: reading them takes the package a while
+HEADER_SECONDS = 1.0  # credentials are kept for this long: the package is slow to read them
 POOL_CONNECTIONS = 12  # more than the threads that usually talk to the API server
 
 
@@ -279,8 +279,8 @@ class Api:
 
 
 def client_tls(configuration: Configuration) -> ssl.SSLContext:
-    """One context for all connections. urllib3 would load the certificates into it again for each
-    of them, and Python crashes when several threads do that at once."""
+    """One context for all connections. urllib3 would load the certificates again for each of them,
+    and Python crashes when several threads do that at once."""
     context = ssl.create_default_context(cafile=configuration.ssl_ca_cert)
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # it refuses some hosted clusters
     if not configuration.verify_ssl:
@@ -333,14 +333,14 @@ class Reflector(dict):
         short_watches = 0  # in a row
         while not self.operator.stop.is_set():
             started = monotonic()
-            since = version
-            version = ""  # left empty on error, which forces a new list
             try:
-                version = self.follow(since or self.fill())
+                version = self.follow(version or self.fill())
             except ApiError as error:
+                version = ""  # list again
                 if error.status not in (404, 410):  # gone or too old: the next list will tell
                     self.operator.fault(self.name, str(error))
             except Exception:
+                version = ""
                 log.exception("%s: unexpected error in the watch loop", self.name)
             if monotonic() > started + RECONNECT_SECONDS:
                 short_watches = 0
@@ -387,7 +387,7 @@ class Reflector(dict):
             self.operator.beat()
             if event:
                 last = self.handle(event)
-            else:
+            else:  # the watch is open
                 self.operator.recovered(self.name)
         return last
 
@@ -436,7 +436,7 @@ class SchedExts(Reflector):
         if (old and new and len(selectors) == 1) or not self.filled.is_set():
             return  # nobody else is concerned, or the first list queues everybody
         # The losers leave a new winner's nodes at once, so that it finds the kernel free. They wait
-        # a moment before they return to the nodes of one that left: its pods may end by then.
+        # a moment before they return to the nodes of a deleted one: its pods may end by then.
         delay = 0.0 if new else GATHER_SECONDS
         for loser in list(self.groups):
             if any(loser < selector for selector in selectors):
@@ -455,7 +455,7 @@ class DaemonSets(Reflector):
     def changed(self, old: dict | None, new: dict | None) -> None:
         """Queue its SchedExt: at once after an edit, to undo it soon. Everything else can wait,
         deletion included: the SchedExt may be gone as well, and its watch may not have said so."""
-        is_edit = old and new and old["spec"] != new["spec"]
+        is_edit = bool(old and new) and old["spec"] != new["spec"]
         self.operator.queue.add(key_of(new or old), 0.0 if is_edit else GATHER_SECONDS)
 
 
@@ -552,18 +552,16 @@ def read_pod(obj: dict, old: Pod | None) -> Pod:
 
 
 def up_since(started: str, is_up: bool, old: Pod | None) -> float:
-    """When a pod came up, by monotonic(); infinite if these containers never did.
-
-    If we saw it come up, that moment counts, because the node's clock may be wrong. If it was up
-    before we looked, the node's timestamp counts, so that a restart of sked changes nothing. It
-    still counts if the pod is unready for a moment, as it is when the kubelet restarts.
-    """
+    """When a pod came up, by monotonic(); infinite if these containers never did."""
     if old and old.started == started and old.since < inf:
+        # Also if it is unready for a moment, as it is when the kubelet restarts.
         return old.since
     if not is_up:
         return inf
     if old:
+        # We saw it come up, and the node's clock may be wrong.
         return monotonic()
+    # It was up before we looked: a restart of sked changes nothing.
     return monotonic() - max(0.0, time.time() - unix_time(started))
 
 
@@ -640,7 +638,7 @@ def last_words(died: dict) -> str:
 
 # ---------------------------------------------------------------- the queue
 
-RETRY_SECONDS = 300.0  # the longest wait before retrying what fails or keeps being undone
+RETRY_SECONDS = 300.0  # the longest wait before retrying what fails, or what others keep undoing
 
 
 class WorkQueue:
@@ -717,7 +715,7 @@ WORKERS = 4  # enough to hide the API server's latency
 STUCK_SECONDS = 360.0  # a thread that shows no sign of life for this long is stuck
 FINISH_SECONDS = 0.8  # for the work under way when we are told to stop
 EVENT_SECONDS = 0.9  # for sending an event, so that one that hangs does not delay the status
-PATIENCE = 4  # after more failures in a row, the status reports even what may be transient
+PATIENCE = 4  # after more failures in a row than this, even what may pass is reported
 
 
 class Blocked(Exception):
@@ -810,26 +808,28 @@ class Operator:
             elif error.status == 0:  # an outage: logged once, however many keys it affects
                 self.fault("/".join(key), str(error))
                 longest_wait = RECONNECT_SECONDS
-            elif error.status in (404, 409):
-                result = "requeue"  # our cache is behind
-            elif not self.queue.attempts(key):
-                log.warning("%s/%s: %s; trying again", *key, error)
+            else:
+                is_cache_behind = error.status in (404, 409)
+                result = "requeue" if is_cache_behind else "error"
+                if self.queue.attempts(key) == (PATIENCE if is_cache_behind else 0):
+                    log.warning("%s/%s: %s; trying again", *key, error)
             self.queue.failed(key, longest_wait)
         METRICS.reconciled(result, monotonic() - started)
 
     def reconcile(self, key: Key) -> float:
         """Make the DaemonSet and the status of one SchedExt what they should be.
 
-        A pass writes at most once. Returns the seconds until another look is due.
+        A pass writes the DaemonSet or the status, never both. Returns the seconds until another
+        look is due.
         """
         schedext = self.schedexts.get(key)
         if not schedext or "deletionTimestamp" in schedext["metadata"]:
             # There is no finalizer: the owner reference makes the garbage collector clean up.
             if self.histories.pop(key, None):
-                log.info("%s/%s: deleted; the garbage collector deletes its DaemonSet", *key)
+                log.info("%s/%s: deleted; the garbage collector will delete its DaemonSet", *key)
             return inf
         blocked = None
-        daemonset = self.daemonsets.get(key)
+        daemonset = self.daemonsets.get(key)  # for the status, if apply raises
         try:
             daemonset, wrote = self.apply(key, schedext)
             if wrote:
@@ -853,36 +853,39 @@ class Operator:
             if early > 0:
                 return early  # so that a rollout does not write the status for every pod
             self.write_status(key, schedext, status)
-        return max(GATHER_SECONDS, changes_in(view, blocked))
+        return max(GATHER_SECONDS, next_change_in(view, blocked))  # no busy loop
 
     def apply(self, key: Key, schedext: dict) -> tuple[dict, bool]:
         """The DaemonSet, and whether it has just been created or patched.
 
-        Raises Blocked if it must not be written now.
+        Raises Blocked if it must not be written now, InvalidSpec if there can be none, and ApiError
+        if the API server refuses or does not answer.
         """
         history = self.histories[key]
         want = owned_fields(schedext, list(self.schedexts.groups))  # by selector
         have = self.cached_or_fetched(key, schedext)
-        target, changes = as_wanted(have, want)
+        pods = []
         if have:
             check_control(schedext, have)  # what is not ours is never touched
             pods = self.pods.select(have["metadata"]["uid"])
-            if changes and should_be_parked(want, have, changes, pods, history):
-                # Its pods run what is wanted: they need not restart on the nodes that it keeps.
-                want = parked_form(want, have)
-                target, changes = as_wanted(have, want)
-        is_repair = history.is_last_wish(want)
-        if is_repair and history.is_untouched(have):
+        target, changes = as_wanted(have, want)
+        if have and changes and should_be_parked(want, have, changes, pods, history):
+            # Its pods run what is wanted: they need not restart on the nodes that it keeps.
+            want = parked_form(want, have)
+            target, changes = as_wanted(have, want)
+        # If we wanted just this before, whatever differs now is someone else's doing.
+        is_drift = history.wanted_before(want)
+        if is_drift and history.is_untouched(have):
             # The spec is as our own write left it, so admission made this of it: accepted.
             changes = outside_spec(changes)
         if not changes:
             # After a restart of sked, this is how it knows later that a change was an edit.
             history.remember(want, have)
             return have, False
-        if is_repair:
+        if is_drift:
             history.check_pace(drift_sentence(have, changes))  # it may be a fight
         if have:
-            patch = merge_patch(have, target, guard_for(changes, is_repair))
+            patch = merge_patch(have, target, guard_for(changes, is_drift))
             answer = self.write("PATCH", path_to(DAEMONSETS, *key), patch)
         else:
             answer = self.write("POST", path_to(DAEMONSETS, key[0]), target)
@@ -896,7 +899,7 @@ class Operator:
             # The answer has the generation of what was there: admission undid all of our write.
             changes = outside_spec(changes)
         paths = [path for path in changes if path not in overruled] or list(changes)
-        if is_repair and changes:
+        if is_drift and changes:
             history.repaired()
             self.report_drift(key, schedext, drift_sentence(have, paths))
         elif changes:
@@ -966,7 +969,7 @@ class Operator:
             up=len(up),
             settling=[wait for wait in waits if wait > 0],
             lacking=desired - current,
-            steady=self.histories[key].steady_seconds(counts, was_failing),
+            steady=self.histories[key].note_counts(counts, was_failing),
         )
 
     def rivals(self, key: Key, failing: list[Pod], settle: float) -> dict:
@@ -1005,7 +1008,7 @@ class Operator:
             log.info("%s/%s: %s: %s", *key, reason, message)
 
     def send_event(self, schedext: dict, reason: str, message: str) -> None:
-        """Send a Warning. If that fails, never mind: the log and the status say much the same."""
+        """Send a Warning. A failure is ignored: the log and the status say much the same."""
         path = path_to(EVENTS, schedext["metadata"]["namespace"])
         event = build_event(schedext, reason, message, timestamp())
         with suppress(ApiError):
@@ -1014,7 +1017,7 @@ class Operator:
     def write(self, method: str, path: str, body: dict, timeout: float | None = None) -> dict:
         """The answer to a write. A leader that has lost its lease exits instead."""
         if self.elector:
-            self.elector.check()
+            self.elector.exit_if_lost()
         # Skipping field validation spares the API server a second decoding.
         return self.api.request(method, path, body, timeout, fieldValidation="Ignore")
 
@@ -1042,8 +1045,8 @@ def build_event(schedext: dict, reason: str, message: str, now: str) -> dict:
 def drift_sentence(daemonset: dict, paths: Iterable[str]) -> str:
     """Who changed which fields, as the beginning of a sentence."""
     if not daemonset:
-        return "the DaemonSet was deleted"
-    return f"{daemonset['lastEditor'] or 'something'} changed {', '.join(paths)}"
+        return "an unknown client deleted the DaemonSet"
+    return f"{daemonset['lastEditor'] or 'an unknown client'} changed {', '.join(paths)}"
 
 
 def outside_spec(changes: dict) -> dict:
@@ -1051,14 +1054,14 @@ def outside_spec(changes: dict) -> dict:
     return {path: value for path, value in changes.items() if path.startswith("metadata.")}
 
 
-def guard_for(changes: Iterable[str], is_repair: bool) -> str:
+def guard_for(changes: Iterable[str], is_drift: bool) -> str:
     """The field that guards a patch, see merge_patch.
 
     Parking, moving and adopting were decided on what we saw, so nothing may have changed since.
     The rest only must not hit another DaemonSet of the same name.
     """
     parks_or_adopts = PARKED_PATH in changes or "metadata.ownerReferences" in changes
-    moves = not is_repair and not PLACEMENT.isdisjoint(changes)
+    moves = not is_drift and not PLACEMENT.isdisjoint(changes)
     return "resourceVersion" if parks_or_adopts or moves else "uid"
 
 
@@ -1086,7 +1089,7 @@ def check_control(schedext: dict, daemonset: dict) -> None:
 
 # ---------------------------------------------------------------- what sked remembers
 
-QUICK_REPAIRS = 6  # are made at once; more in a row are a fight, in which sked waits in between
+QUICK_REPAIRS = 6  # made at once; after that it is a fight, and sked pauses between repairs
 
 
 class History:
@@ -1105,18 +1108,18 @@ class History:
         self.counts_since = -inf
 
     def remember(self, want: dict, daemonset: dict) -> None:
-        if not self.is_last_wish(want):
+        if not self.wanted_before(want):
             self.wanted = json.dumps(want)
             self.repairs = 0  # what follows is no longer the same fight
             self.next_repair = -inf
         self.uid = daemonset["metadata"]["uid"]
         self.generation = daemonset["metadata"]["generation"]
 
-    def is_last_wish(self, want: dict) -> bool:
+    def wanted_before(self, want: dict) -> bool:
         return self.wanted == json.dumps(want)
 
-    def last_wish(self) -> dict:
-        """What we wanted, or {} after a restart of sked."""
+    def last_wanted(self) -> dict:
+        """What we wanted, or {} right after a restart of sked."""
         return json.loads(self.wanted or "{}")
 
     def is_ahead_of(self, daemonset: dict) -> bool:
@@ -1157,8 +1160,8 @@ class History:
         """Seconds until the status may be written: not within a second of the last write."""
         return self.wrote_at + GATHER_SECONDS - monotonic()
 
-    def steady_seconds(self, counts: tuple, was_failing: bool) -> float:
-        """How long the counts have been the same.
+    def note_counts(self, counts: tuple, was_failing: bool) -> float:
+        """Note the counts. Returns for how many seconds they have been the same.
 
         Infinite at the first look if the status says NodesFailing already: a restart of sked does
         not hide a failure for 10 s.
@@ -1255,18 +1258,17 @@ def owned_fields(schedext: dict, selectors: Iterable[Selector]) -> dict:
     check_spec(schedext)
     meta, spec = schedext["metadata"], schedext["spec"]
     name = meta["name"]
-    get = spec.get
-    volumes = {f"host-{n}": path for n, path in enumerate(get("hostPaths") or ())}
-    suspended = {SUSPENDED: "true"} if get("suspend") else {}
+    volumes = {f"host-{n}": path for n, path in enumerate(spec.get("hostPaths") or ())}
+    suspended = {SUSPENDED: "true"} if spec.get("suspend") else {}
     scx = {
         "name": SCX,
-        "image": get("sched"),
+        "image": spec.get("sched"),
         "command": None,  # the image's own; any other is undone
-        **{field: get(field) for field in CONTAINER_FIELDS},
+        **{field: spec.get(field) for field in CONTAINER_FIELDS},
         "securityContext": {"privileged": True},
         "volumeMounts": [{"name": n, "mountPath": path} for n, path in volumes.items()],
     }
-    probe = PROBE_CONTAINER | {"image": get("probeImage")}
+    probe = PROBE_CONTAINER | {"image": spec.get("probeImage")}
     owner = {
         "apiVersion": "sked.schedkit.io/v1",
         "kind": "SchedExt",
@@ -1285,15 +1287,15 @@ def owned_fields(schedext: dict, selectors: Iterable[Selector]) -> dict:
         },
         "spec": {
             "selector": {"matchLabels": {"name": name}},
-            "updateStrategy": get("updateStrategy"),
-            "minReadySeconds": get("minReadySeconds"),
+            "updateStrategy": spec.get("updateStrategy"),
+            "minReadySeconds": spec.get("minReadySeconds"),
             "template": {
                 "metadata": {"labels": {"name": name, **OURS}},
                 "spec": {
-                    "containers": [scx, probe] if get("probeImage") else [scx],
-                    "nodeSelector": (get("nodeSelector") or {}) | suspended,
+                    "containers": [scx, probe] if spec.get("probeImage") else [scx],
+                    "nodeSelector": (spec.get("nodeSelector") or {}) | suspended,
                     "affinity": node_affinity(selector_of(schedext), selectors),
-                    **{field: get(field) for field in POD_FIELDS},
+                    **{field: spec.get(field) for field in POD_FIELDS},
                     "volumes": [
                         {"name": n, "hostPath": {"path": path}} for n, path in volumes.items()
                     ],
@@ -1464,7 +1466,8 @@ def node_affinity(mine: Selector, others: Iterable[Selector]) -> dict | None:
     if not winners:
         return None
     terms = {frozenset()}
-    for winner in sorted(winners, key=lambda pairs: (len(pairs), sorted(pairs))):  # few terms first
+    # the shortest first, so that there are few terms on the way
+    for winner in sorted(winners, key=lambda pairs: (len(pairs), sorted(pairs))):
         terms = {term | {pair} for term in terms for pair in winner - mine}
         # a term that contains another one adds nothing
         terms = {term for term in terms if not any(wider < term for wider in terms)}
@@ -1505,9 +1508,11 @@ def should_be_parked(
         # Otherwise the wanted strategy comes back, and all pods follow.
         return parked == fingerprint(want, have)
     if not only_placement_is_new(want, have, changes, history):
-        return False
+        return False  # the pods have to restart, or it is drift: a plain patch
     if not is_observed(have):
+        # The counts and pods are those of an earlier template.
         raise Blocked("RollingOut", "waiting for the DaemonSet controller", GATHER_SECONDS)
+    # In the middle of a rollout, parking would leave the old pods as they are.
     return is_rolled_out(have, pods)
 
 
@@ -1519,19 +1524,20 @@ def parked_form(want: dict, have: dict) -> dict:
 
 
 def only_placement_is_new(want: dict, have: dict, changes: dict, history: History) -> bool:
-    """Whether our own wish about the placement has changed, and nothing else of the template.
+    """Whether we want another placement than before, and nothing else of the template is new.
 
-    An edit of the placement by another client is drift, not our wish. Right after a restart of
-    sked we cannot tell the two apart, so what is there counts as our last wish.
+    An edit of the placement by another client is drift. Right after a restart of sked we cannot
+    tell the two apart, so what is there counts as what we wanted before.
     """
     if PLACEMENT.isdisjoint(changes):
         return False
-    last_wish = history.last_wish()
-    if last_wish and placement_of(want) == placement_of(last_wish):
+    last = history.last_wanted()
+    if last and placement_of(want) == placement_of(last):
         return False
     if history.is_untouched(have):
-        # What else differs may be what admission made of our last write, so compare the wishes.
-        return fingerprint(want, have) == fingerprint(last_wish, have)
+        # What else differs, admission made of our last write: compare what we want with what we
+        # wanted then.
+        return fingerprint(want, have) == fingerprint(last, have)
     template_changes = {path for path in changes if path.startswith("spec.template.")}
     return template_changes <= PLACEMENT
 
@@ -1596,8 +1602,13 @@ class View(NamedTuple):
     lacking: int  # nodes that want a pod and have none
     steady: float  # seconds for which the counts of the DaemonSet have been the same
 
-    def is_updated(self) -> bool:
-        """Whether all pods run the current template, by the counts and by the pods."""
+    def is_parked(self) -> bool:
+        return bool(annotation(self.daemonset, PARKED))
+
+    def is_current(self) -> bool:
+        """Whether all pods run what is wanted: parked, or updated by the counts and by the pods."""
+        if self.is_parked():
+            return True
         all_updated = number(self.daemonset, UPDATED) >= number(self.daemonset, DESIRED)
         return all_updated and len({pod.revision for pod in self.pods}) == 1
 
@@ -1663,11 +1674,10 @@ def count_nodes(view: View, failing: int) -> dict:
     up = min(view.up, number(view.daemonset, "numberReady"))
     if view.steady >= SETTLE_SECONDS:
         failing += view.lacking
-    is_parked = annotation(view.daemonset, PARKED)
     return {
         "desired": number(view.daemonset, DESIRED),
         "ready": max(0, up - len(view.settling)),
-        "updated": number(view.daemonset, CURRENT if is_parked else UPDATED),
+        "updated": number(view.daemonset, CURRENT if view.is_parked() else UPDATED),
         "failing": failing,
     }
 
@@ -1686,8 +1696,7 @@ def ready_reason(view: View, nodes: dict, failures: list) -> Problem:
         return "NoNodes", no_nodes_message(view)
     if nodes["failing"]:
         return "NodesFailing", failing_message(view, nodes, failures)
-    is_current = annotation(view.daemonset, PARKED) or view.is_updated()
-    if nodes["ready"] >= desired and is_current:
+    if nodes["ready"] >= desired and view.is_current():
         return "AllReady", f"running on {desired} of {desired} nodes"
     return "RollingOut", rolling_message(view, nodes)
 
@@ -1723,7 +1732,8 @@ def rolling_message(view: View, nodes: dict) -> str:
     namespace, name = key_of(view.schedext)
     message = "ready on {ready} of {desired} nodes, updated on {updated}".format(**nodes)
     strategy = view.daemonset["spec"].get("updateStrategy", {})
-    if len({pod.revision for pod in view.pods}) > 1 and nodes["updated"] >= nodes["desired"]:
+    has_old_pods = len({pod.revision for pod in view.pods}) > 1 and not view.is_parked()
+    if has_old_pods and nodes["updated"] >= nodes["desired"]:
         message += "; waiting for the last old pods to go"
     elif view.settling:
         message += f"; waiting for the pods to stay up for {view.settle:.0f} s"
@@ -1733,7 +1743,7 @@ def rolling_message(view: View, nodes: dict) -> str:
     return message
 
 
-def changes_in(view: View, blocked: Blocked | None) -> float:
+def next_change_in(view: View, blocked: Blocked | None) -> float:
     """Seconds until time alone may change the status."""
     waits = list(view.settling)
     if blocked:
@@ -1755,14 +1765,14 @@ RENEW_DEADLINE_SECONDS = 10.0  # a leader that has not renewed for this long exi
 
 
 class Elector:
-    """Holds the Lease. Another replica's has expired if it has not changed for its duration."""
+    """Holds the Lease. Another replica's has expired once it has not changed for its duration."""
 
     def __init__(self, api: Api, namespace: str) -> None:
         self.api = api
         self.path = path_to(LEASES, namespace, LEASE_NAME)
         self.identity = f"{socket.gethostname()}_{uuid.uuid4()}"
         self.lease = self.new_lease = {"metadata": {"name": LEASE_NAME, "namespace": namespace}}
-        self.is_current = False  # True after our own PUT: then the next renewal needs no GET
+        self.is_fresh = False  # True after our own PUT: then the next renewal needs no GET
         self.seen = -inf  # when the lease was seen to change
         self.renewed = -inf  # when we sent the last PUT that succeeded
         self.has_led = False
@@ -1770,7 +1780,7 @@ class Elector:
     def leads(self) -> bool:
         return monotonic() < self.renewed + RENEW_DEADLINE_SECONDS
 
-    def check(self) -> None:
+    def exit_if_lost(self) -> None:
         """Exit if we led and may have lost the lease: we may have been held up."""
         if self.has_led and not self.leads():
             log.critical("the lease is lost: another replica may lead now")
@@ -1785,10 +1795,10 @@ class Elector:
                 self.take()
                 operator.recovered("lease")
             except ApiError as error:
-                self.is_current = False
+                self.is_fresh = False
                 if error.status != 409:  # which means that another replica was faster
                     operator.fault("lease", str(error))
-            self.check()
+            self.exit_if_lost()
             if self.leads() and not self.has_led:
                 self.has_led = True
                 log.info("leading")
@@ -1801,7 +1811,7 @@ class Elector:
 
     def take(self) -> None:
         """Take or renew the lease if it is free or ours."""
-        if not self.is_current or not self.leads():
+        if not self.is_fresh or not self.leads():
             lease = self.api.get(self.path, timeout=RENEW_REQUEST_SECONDS) or self.new_lease
             if lease != self.lease:
                 self.lease = lease
@@ -1818,11 +1828,12 @@ class Elector:
             spec = spec | {"acquireTime": now, "leaseTransitions": changes_of_hands}
         ours = {"holderIdentity": self.identity, "leaseDurationSeconds": LEASE_SECONDS}
         self.put(spec | ours | {"renewTime": now}, RENEW_REQUEST_SECONDS)
-        self.is_current = True
+        self.is_fresh = True
         self.renewed = asked
 
     def put(self, spec: dict, timeout: float) -> None:
-        """PUT also creates the Lease. If there is one, its resourceVersion makes it a CAS."""
+        """PUT also creates the Lease. If there is one, its resourceVersion makes the PUT fail when
+        another replica was faster."""
         self.lease = self.api.request("PUT", self.path, self.lease | {"spec": spec}, timeout)
 
 
@@ -2034,7 +2045,7 @@ def self_signed() -> str:
 
 # ---------------------------------------------------------------- the command line
 
-STOP_SECONDS = 1.8  # from SIGTERM to our end, whatever is under way
+STOP_SECONDS = 1.8  # from SIGTERM to exit, whatever is under way
 
 
 def load_configuration(path: str | None, context: str | None) -> Configuration:
@@ -2060,8 +2071,9 @@ def load_configuration(path: str | None, context: str | None) -> Configuration:
     if context not in contexts:
         problem = f"has no context {context!r}" if context else "has no current-context"
         raise ValueError(f"{path} {problem}: choose one with --context ({', '.join(contexts)})")
-    # False: do not rewrite it
-    kubeconfig.load_kube_config(os.pathsep.join(files), context, configuration, False)
+    kubeconfig.load_kube_config(
+        os.pathsep.join(files), context, configuration, persist_config=False
+    )
     return configuration
 
 
@@ -2272,7 +2284,7 @@ def main(argv: list[str] | None = None) -> str | None:
         else:
             run(args)
     except KeyboardInterrupt:
-        hint = " while it read stdin, which ends with Ctrl-D" if args.render == "-" else ""
+        hint = " while reading stdin (end it with Ctrl-D)" if args.render == "-" else ""
         return f"sked: interrupted{hint}"
     except SETUP_OR_NETWORK_ERRORS as error:
         return f"sked: {' '.join(str(error).split())}"

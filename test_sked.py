@@ -2401,6 +2401,20 @@ def test_a_failing_key_backs_off_exponentially_until_it_succeeds(mocker, status,
     assert waits == [min(wait, longest) for wait in doubling] + [math.inf, 1]
 
 
+@pytest.mark.parametrize("status, silent", [(500, 0), (404, 4), (409, 4)])
+def test_a_failure_is_logged_once_and_a_cache_that_is_behind_only_if_it_stays_so(
+    mocker, caplog, status, silent
+):
+    operator = sked.Operator(mocker.Mock())
+    mocker.patch.object(operator, "reconcile", side_effect=sked.ApiError(status, "no"))
+    logged = []
+    for _ in range(8):
+        operator.queue.busy.add(ONE)
+        operator.process(ONE)
+        logged.append(caplog.messages.count("default/one: no; trying again"))
+    assert logged == [0] * silent + [1] * (8 - silent)
+
+
 # ---------------------------------------------------------------- reconcile: create or patch
 
 
@@ -2418,7 +2432,7 @@ def test_the_daemonset_follows_its_schedext_from_creation_to_deletion(world, cap
     eventually(world.made)
     world.remove()
     eventually(lambda: not world.made())
-    deleted = f"{world.ns}/x: deleted; the garbage collector deletes its DaemonSet"
+    deleted = f"{world.ns}/x: deleted; the garbage collector will delete its DaemonSet"
     eventually(lambda: caplog.messages.count(deleted) == 1)
 
 
@@ -2759,7 +2773,7 @@ def test_a_deleted_daemonset_comes_back_and_the_event_says_so(world, server):
     world.deploy()
     server.delete("daemonsets", world.ns, "x")
     eventually(lambda: drift_events(server))
-    assert drift_events(server) == ["the DaemonSet was deleted; sked has reverted it"]
+    assert drift_events(server) == ["an unknown client deleted the DaemonSet; sked has reverted it"]
     assert world.made()
 
 
@@ -3935,6 +3949,13 @@ def status_of(pods: list[str], spec: dict, changes: dict, **status: Any) -> dict
       status: {updatedNumberScheduled: null}
     - AllReady
     - running on 2 of 2 nodes
+    parked and one has just started:
+    - [older, young]
+    - {}
+    - metadata: {annotations: {sked.schedkit.io/parked: x}}
+      status: {updatedNumberScheduled: 1}
+    - RollingOut
+    - ready on 1 of 2 nodes, updated on 2; waiting for the pods to stay up for 10 s
     one crashes:
     - [settled, crashing]
     - {}
@@ -5068,7 +5089,7 @@ def test_an_interrupted_render_of_stdin_says_how_stdin_ends():
         process.send_signal(signal.SIGINT)
         out, err = process.communicate()
     assert (process.returncode, out) == (1, b"")
-    assert err == b"sked: interrupted while it read stdin, which ends with Ctrl-D\n"
+    assert err == b"sked: interrupted while reading stdin (end it with Ctrl-D)\n"
 
 
 def test_a_problem_is_one_line_on_stderr_and_exit_code_1():
