@@ -2117,7 +2117,7 @@ def tag_of(pod: dict) -> str:
     return pod["spec"]["containers"][0]["image"].rpartition(":")[2]
 
 
-def last_words(pod: dict) -> str:
+def final_words(pod: dict) -> str:
     return LAST_WORDS.get(tag_of(pod), "Device or resource busy")
 
 
@@ -2133,7 +2133,7 @@ def container_status(pod: dict, container: dict, step: str, restarts: int) -> di
     is_culprit = name == culprit_of(pod)
     died = {"exitCode": 1, "reason": "Error", "startedAt": now(2), "finishedAt": now()}
     if name == "probe" or container["terminationMessagePolicy"] == "FallbackToLogsOnError":
-        died["message"] = last_words(pod)
+        died["message"] = final_words(pod)
     running = {"running": {"startedAt": now()}}
     missing = f'failed to resolve reference "{image}": {image}: not found'
     pull = f'Back-off pulling image "{image}": ErrImagePull: {missing}'
@@ -2178,7 +2178,7 @@ def log_of(pod: dict, query: dict[str, str]) -> str:
         raise Refusal(400, "BadRequest", f"{what} is waiting to start: {why}")
     elif "running" in status["state"] and status["ready"]:
         return "" if tag_of(pod) == "idle" else FIRST_WORDS.get(container, "")
-    return f"{last_words(pod)}\n" if container == culprit_of(pod) else ""
+    return f"{final_words(pod)}\n" if container == culprit_of(pod) else ""
 
 
 def outdated(spec: dict, wanted: set, old: set, available: set) -> set[str]:
@@ -2546,6 +2546,17 @@ def ask(
 def table(text: str) -> list:
     """A YAML table as parameters of a test: each key is the row's id."""
     return [pytest.param(*row, id=name) for name, row in yaml.safe_load(text).items()]
+
+
+def cases(names: str, text: str, **defaults: Any) -> pytest.MarkDecorator:
+    """Parametrizes a test by a YAML table: a row for each case, its parameters by their names."""
+    rows = {case: defaults | row for case, row in yaml.safe_load(text).items()}
+    params = [
+        pytest.param(*[row.pop(name) for name in names.split(", ")], id=case)
+        for case, row in rows.items()
+    ]
+    assert not any(rows.values()), "a row has a parameter that the test does not have"
+    return pytest.mark.parametrize(names, params)
 
 
 def given(**spec: Any) -> dict:
@@ -4093,42 +4104,63 @@ def test_parking_changes_the_strategy_and_the_annotation_and_nothing_else():
     assert obj == plain
 
 
-@pytest.mark.parametrize(
+@cases(
     "spec, changes, pods, expected",
-    table("""
-    all pods are current: [{}, {}, [settled, settled], true]
-    a new nodeSelector: [{nodeSelector: {a: b}}, {}, [settled, settled], true]
-    a new minReadySeconds: [{minReadySeconds: 35}, {}, [settled], true]
-    one is on a tainted node: [{}, {status: {numberMisscheduled: 1}}, [settled, settled], true]
-    a node is lost: [{}, {status: {desiredNumberScheduled: 3}}, [settled, settled], true]
+    """
+    all pods are current: {pods: [settled, settled], expected: true}
+    a new nodeSelector: {spec: {nodeSelector: {a: b}}, pods: [settled, settled], expected: true}
+    a new minReadySeconds: {spec: {minReadySeconds: 35}, pods: [settled], expected: true}
+    one is on a tainted node:
+      changes: {status: {numberMisscheduled: 1}}
+      pods: [settled, settled]
+      expected: true
+    a node is lost:
+      changes: {status: {desiredNumberScheduled: 3}}
+      pods: [settled, settled]
+      expected: true
     the status still counts a lost node:
-    - {}
-    - {status: {currentNumberScheduled: 3}}
-    - [of the current template, settled]
-    - true
+      changes: {status: {currentNumberScheduled: 3}}
+      pods: [of the current template, settled]
+      expected: true
     all pods are old except one that is being deleted:
-    - {}
-    - {status: {updatedNumberScheduled: 1}}
-    - [older, older]
-    - false
+      changes: {status: {updatedNumberScheduled: 1}}
+      pods: [older, older]
+      expected: false
     all nodes are lost and their pods are old:
-    - {}
-    - {status: {currentNumberScheduled: 0, updatedNumberScheduled: null}}
-    - [older, older]
-    - false
-    a new image: [{sched: scx}, {}, [settled, settled], false]
-    a new limit: [{resources: {limits: {cpu: 1}}}, {}, [settled, settled], false]
-    no pods yet: [{}, {status: {currentNumberScheduled: 0, updatedNumberScheduled: 0}}, [], true]
+      changes: {status: {currentNumberScheduled: 0, updatedNumberScheduled: null}}
+      pods: [older, older]
+      expected: false
+    a new image: {spec: {sched: scx}, pods: [settled, settled], expected: false}
+    a new limit:
+      spec: {resources: {limits: {cpu: 1}}}
+      pods: [settled, settled]
+      expected: false
+    no pods yet:
+      changes: {status: {currentNumberScheduled: 0, updatedNumberScheduled: 0}}
+      pods: []
+      expected: true
     the pod watch hangs and all nodes are lost:
-    - {}
-    - status: {currentNumberScheduled: 0, updatedNumberScheduled: 0, numberMisscheduled: 2}
-    - []
-    - false
-    the pod watch hangs: [{}, {}, [settled, older], true]
-    a rollout has just begun: [{sched: scx}, {metadata: {generation: 2}}, [settled], false]
-    the status says that one is old: [{}, {status: {updatedNumberScheduled: 1}}, [settled], false]
-    the pods say that one is old: [{}, {status: {numberMisscheduled: 1}}, [settled, older], false]
-    """),
+      changes:
+        status: {currentNumberScheduled: 0, updatedNumberScheduled: 0, numberMisscheduled: 2}
+      pods: []
+      expected: false
+    the pod watch hangs: {pods: [settled, older], expected: true}
+    a rollout has just begun:
+      spec: {sched: scx}
+      changes: {metadata: {generation: 2}}
+      pods: [settled]
+      expected: false
+    the status says that one is old:
+      changes: {status: {updatedNumberScheduled: 1}}
+      pods: [settled]
+      expected: false
+    the pods say that one is old:
+      changes: {status: {numberMisscheduled: 1}}
+      pods: [settled, older]
+      expected: false
+    """,
+    spec={},
+    changes={},
 )
 def test_a_daemonset_is_parked_if_only_its_placement_changes_and_its_pods_are_current(
     spec, changes, pods, expected
@@ -4136,37 +4168,38 @@ def test_a_daemonset_is_parked_if_only_its_placement_changes_and_its_pods_are_cu
     assert parks(wanted("pool=latency", **spec), merge(STORED, changes), pods) is expected
 
 
-@pytest.mark.parametrize(
+@cases(
     "spec, selectors, changes, stays",
-    table("""
-    no change: [{}, [pool=latency], {}, true]
-    another pool: [{}, [pool=batch], {}, true]
-    the pool is removed: [{}, [], {}, true]
-    a new nodeSelector: [{nodeSelector: {a: b}}, [pool=latency], {}, true]
-    suspended: [{suspend: true}, [pool=latency], {}, true]
-    no node answers: [{}, [pool=latency], {status: {currentNumberScheduled: 0}}, true]
-    a new minReadySeconds: [{minReadySeconds: 35}, [pool=latency], {}, true]
-    the same quantity spelled differently: [{resources: {limits: {cpu: "1"}}}, [], {}, true]
-    the pull policy spelled out: [{imagePullPolicy: Always}, [], {}, true]
-    a new image: [{sched: scx}, [pool=latency], {}, false]
-    a new probe: [{probeImage: busybox}, [pool=latency], {}, false]
-    a new toleration: [{tolerations: [{operator: Exists}]}, [], {}, false]
+    """
+    no change: {stays: true}
+    another pool: {selectors: [pool=batch], stays: true}
+    the pool is removed: {selectors: [], stays: true}
+    a new nodeSelector: {spec: {nodeSelector: {a: b}}, stays: true}
+    suspended: {spec: {suspend: true}, stays: true}
+    no node answers: {changes: {status: {currentNumberScheduled: 0}}, stays: true}
+    a new minReadySeconds: {spec: {minReadySeconds: 35}, stays: true}
+    the same quantity spelled differently:
+      spec: {resources: {limits: {cpu: "1"}}}
+      selectors: []
+      stays: true
+    the pull policy spelled out: {spec: {imagePullPolicy: Always}, selectors: [], stays: true}
+    a new image: {spec: {sched: scx}, stays: false}
+    a new probe: {spec: {probeImage: busybox}, stays: false}
+    a new toleration: {spec: {tolerations: [{operator: Exists}]}, selectors: [], stays: false}
     drift in the template:
-    - {}
-    - [pool=latency]
-    - {spec: {template: {spec: {tolerations: [{operator: Exists}]}}}}
-    - true
+      changes: {spec: {template: {spec: {tolerations: [{operator: Exists}]}}}}
+      stays: true
     drift in the strategy:
-    - {}
-    - [pool=latency]
-    - {spec: {updateStrategy: {type: RollingUpdate}}}
-    - true
+      changes: {spec: {updateStrategy: {type: RollingUpdate}}}
+      stays: true
     rollout restart:
-    - {}
-    - [pool=latency]
-    - spec: {template: {metadata: {annotations: {kubectl.kubernetes.io/restartedAt: now}}}}
-    - false
-    """),
+      changes:
+        spec: {template: {metadata: {annotations: {kubectl.kubernetes.io/restartedAt: now}}}}
+      stays: false
+    """,
+    spec={},
+    selectors=["pool=latency"],
+    changes={},
 )
 def test_a_parked_daemonset_stays_parked_until_its_pods_must_change(
     spec, selectors, changes, stays
@@ -4176,15 +4209,18 @@ def test_a_parked_daemonset_stays_parked_until_its_pods_must_change(
     assert parks(wanted(*selectors, **spec), have, []) is stays
 
 
-@pytest.mark.parametrize(
+@cases(
     "selectors, spec, edit, expected",
-    table("""
-    a pool is added: [[pool=latency], {}, {}, true]
-    a pool is added with a new image: [[pool=latency], {sched: scx}, {}, false]
-    somebody edits the placement: [[], {}, {nodeSelector: {a: b}}, false]
-    both: [[pool=latency], {}, {nodeSelector: {a: b}}, true]
-    a pool is added after an edit of another field: [[pool=latency], {}, {hostPID: true}, false]
-    """),
+    """
+    a pool is added: {expected: true}
+    a pool is added with a new image: {spec: {sched: scx}, expected: false}
+    somebody edits the placement: {selectors: [], edit: {nodeSelector: {a: b}}, expected: false}
+    both: {edit: {nodeSelector: {a: b}}, expected: true}
+    a pool is added after an edit of another field: {edit: {hostPID: true}, expected: false}
+    """,
+    selectors=["pool=latency"],
+    spec={},
+    edit={},
 )
 def test_only_a_wish_of_our_own_about_the_placement_parks_a_daemonset(
     selectors, spec, edit, expected
@@ -4276,83 +4312,86 @@ def up(seconds: int, ready: bool = True) -> dict:
     return {"ready": ready, "state": {"running": {"startedAt": seconds}}}
 
 
-@pytest.mark.parametrize(
+@cases(
     "container, status, reason, words",
-    table("""
-    starting: [{state: {waiting: {reason: ContainerCreating}}}, {}, "", ""]
-    initializing: [{state: {waiting: {reason: PodInitializing}}}, {}, "", ""]
-    no state yet: [{}, {}, "", ""]
-    up: [{state: {running: {}}, lastState: {}}, {}, "", ""]
+    """
+    starting:
+      container: {state: {waiting: {reason: ContainerCreating}}}
+      reason: ""
+      words: ""
+    initializing:
+      container: {state: {waiting: {reason: PodInitializing}}}
+      reason: ""
+      words: ""
+    no state yet: {reason: "", words: ""}
+    up: {container: {state: {running: {}}, lastState: {}}, reason: "", words: ""}
     ErrImagePull:
-    - {state: {waiting: {reason: ErrImagePull, message: not found}}}
-    - {}
-    - ErrImagePull
-    - not found
+      container: {state: {waiting: {reason: ErrImagePull, message: not found}}}
+      reason: ErrImagePull
+      words: not found
     image gone after a crash:
-    - state: {waiting: {reason: ImagePullBackOff, message: gone}}
-      lastState: {terminated: {exitCode: 1, reason: Error}}
-      restartCount: 3
-    - {}
-    - ImagePullBackOff
-    - gone
+      container:
+        state: {waiting: {reason: ImagePullBackOff, message: gone}}
+        lastState: {terminated: {exitCode: 1, reason: Error}}
+        restartCount: 3
+      reason: ImagePullBackOff
+      words: gone
     first crash:
-    - {state: {terminated: {exitCode: 1, reason: Error}}}
-    - {}
-    - CrashLoopBackOff
-    - exit code 1, 0 restarts; see 'kubectl logs -n tools p'
+      container: {state: {terminated: {exitCode: 1, reason: Error}}}
+      reason: CrashLoopBackOff
+      words: exit code 1, 0 restarts; see 'kubectl logs -n tools p'
     second crash:
-    - state: {terminated: {exitCode: 2, reason: Error}}
-      lastState: {terminated: {exitCode: 1, reason: Error}}
-      restartCount: 1
-    - {}
-    - CrashLoopBackOff
-    - exit code 2, 1 restart; see 'kubectl logs -n tools p --previous'
+      container:
+        state: {terminated: {exitCode: 2, reason: Error}}
+        lastState: {terminated: {exitCode: 1, reason: Error}}
+        restartCount: 1
+      reason: CrashLoopBackOff
+      words: exit code 2, 1 restart; see 'kubectl logs -n tools p --previous'
     backing off:
-    - state: {waiting: {reason: CrashLoopBackOff, message: back-off 10s}}
-      lastState: {terminated: {exitCode: 2, reason: Error}}
-      restartCount: 7
-    - {}
-    - CrashLoopBackOff
-    - exit code 2, 7 restarts; see 'kubectl logs -n tools p --previous'
+      container:
+        state: {waiting: {reason: CrashLoopBackOff, message: back-off 10s}}
+        lastState: {terminated: {exitCode: 2, reason: Error}}
+        restartCount: 7
+      reason: CrashLoopBackOff
+      words: exit code 2, 7 restarts; see 'kubectl logs -n tools p --previous'
     up again:
-    - state: {running: {}}
-      lastState: {terminated: {exitCode: 2, reason: Error}}
-      restartCount: 7
-    - {}
-    - CrashLoopBackOff
-    - exit code 2, 7 restarts; see 'kubectl logs -n tools p --previous'
+      container:
+        state: {running: {}}
+        lastState: {terminated: {exitCode: 2, reason: Error}}
+        restartCount: 7
+      reason: CrashLoopBackOff
+      words: exit code 2, 7 restarts; see 'kubectl logs -n tools p --previous'
     up again, exit code lost:
-    - {state: {running: {}}, restartCount: 3}
-    - {}
-    - CrashLoopBackOff
-    - exit code unknown, 3 restarts; see 'kubectl logs -n tools p --previous'
+      container: {state: {running: {}}, restartCount: 3}
+      reason: CrashLoopBackOff
+      words: exit code unknown, 3 restarts; see 'kubectl logs -n tools p --previous'
     backing off, everything else lost:
-    - {state: {waiting: {reason: CrashLoopBackOff}}}
-    - {}
-    - CrashLoopBackOff
-    - exit code unknown, 0 restarts; see 'kubectl logs -n tools p'
+      container: {state: {waiting: {reason: CrashLoopBackOff}}}
+      reason: CrashLoopBackOff
+      words: exit code unknown, 0 restarts; see 'kubectl logs -n tools p'
     out of memory:
-    - {state: {terminated: {exitCode: 137, reason: OOMKilled}}}
-    - {}
-    - CrashLoopBackOff
-    - exit code 137 (OOMKilled), 0 restarts; see 'kubectl logs -n tools p'
+      container: {state: {terminated: {exitCode: 137, reason: OOMKilled}}}
+      reason: CrashLoopBackOff
+      words: exit code 137 (OOMKilled), 0 restarts; see 'kubectl logs -n tools p'
     termination message:
-    - {state: {terminated: {exitCode: 1, message: "cannot attach:\\n Device or resource busy\\n"}}}
-    - {}
-    - CrashLoopBackOff
-    - "exit code 1, 0 restarts: cannot attach: Device or resource busy;
-       see 'kubectl logs -n tools p'"
+      container:
+        state: {terminated: {exitCode: 1, message: "cannot attach:\\n Device or resource busy\\n"}}
+      reason: CrashLoopBackOff
+      words: "exit code 1, 0 restarts: cannot attach: Device or resource busy;
+         see 'kubectl logs -n tools p'"
     evicted:
-    - {}
-    - {phase: Failed, reason: Evicted, message: disk pressure}
-    - Evicted
-    - disk pressure
+      status: {phase: Failed, reason: Evicted, message: disk pressure}
+      reason: Evicted
+      words: disk pressure
     unschedulable:
-    - {}
-    - conditions: [{type: PodScheduled, status: "False", reason: Unschedulable, message: 0/3 nodes}]
-    - Unschedulable
-    - 0/3 nodes
-    """),
+      status:
+        conditions:
+        - {type: PodScheduled, status: "False", reason: Unschedulable, message: 0/3 nodes}
+      reason: Unschedulable
+      words: 0/3 nodes
+    """,
+    container={},
+    status={},
 )
 def test_a_pods_problem_is_summarized(container, status, reason, words):
     pod = sked.read_pod(kubelet_pod(container, **status), None)
@@ -4367,80 +4406,84 @@ def test_a_long_termination_message_keeps_its_end():
     assert len(message) < 400
 
 
-@pytest.mark.parametrize(
+@cases(
     "scx, probe, reason, words",
-    table("""
+    """
     both are starting:
-    - {ready: true, state: {running: {startedAt: 5}}}
-    - {ready: false, state: {running: {startedAt: 5}}}
-    - ""
-    - ""
+      scx: {ready: true, state: {running: {startedAt: 5}}}
+      probe: {ready: false, state: {running: {startedAt: 5}}}
+      reason: ""
+      words: ""
     nothing is attached:
-    - &up {ready: true, state: {running: {startedAt: 60}}}
-    - &nothing
-      ready: false
-      restartCount: 1
-      state: {terminated: {exitCode: 1, finishedAt: 1, message: "it is 'disabled'\n"}}
-    - NotAttached
-    - it is 'disabled'; see 'kubectl logs -n tools p'
+      scx: &up {ready: true, state: {running: {startedAt: 60}}}
+      probe: &nothing
+        ready: false
+        restartCount: 1
+        state: {terminated: {exitCode: 1, finishedAt: 1, message: "it is 'disabled'\n"}}
+      reason: NotAttached
+      words: it is 'disabled'; see 'kubectl logs -n tools p'
     nothing is attached an hour after a crash:
-    - {ready: true, restartCount: 1, state: {running: {startedAt: 3600}}}
-    - *nothing
-    - NotAttached
-    - it is 'disabled'; see 'kubectl logs -n tools p'
+      scx: {ready: true, restartCount: 1, state: {running: {startedAt: 3600}}}
+      probe: *nothing
+      reason: NotAttached
+      words: it is 'disabled'; see 'kubectl logs -n tools p'
     the scheduler crashes:
-    - {ready: false, restartCount: 1, state: &crash {terminated: {exitCode: 1, finishedAt: 2}}}
-    - *nothing
-    - CrashLoopBackOff
-    - exit code 1, 1 restart; see 'kubectl logs -n tools p --previous'
+      scx: {ready: false, restartCount: 1, state: &crash {terminated: {exitCode: 1, finishedAt: 2}}}
+      probe: *nothing
+      reason: CrashLoopBackOff
+      words: exit code 1, 1 restart; see 'kubectl logs -n tools p --previous'
     the scheduler crashes and is up briefly:
-    - {ready: true, restartCount: 7, state: {running: {startedAt: 2}}, lastState: *crash}
-    - *nothing
-    - CrashLoopBackOff
-    - exit code 1, 7 restarts; see 'kubectl logs -n tools p --previous'
+      scx: {ready: true, restartCount: 7, state: {running: {startedAt: 2}}, lastState: *crash}
+      probe: *nothing
+      reason: CrashLoopBackOff
+      words: exit code 1, 7 restarts; see 'kubectl logs -n tools p --previous'
     the probe's image cannot be pulled:
-    - *up
-    - {state: {waiting: {reason: ErrImagePull, message: not found}}}
-    - ErrImagePull
-    - "the probe does not run (its image needs sh and grep): not found"
+      scx: *up
+      probe: {state: {waiting: {reason: ErrImagePull, message: not found}}}
+      reason: ErrImagePull
+      words: "the probe does not run (its image needs sh and grep): not found"
     the kubelet lost both containers and their times:
-    - ready: true
-      restartCount: 1
-      state: {running: {startedAt: "2026-01-01T00:00:00Z"}}
-    - restartCount: 1
-      lastState: {terminated: {exitCode: 137, finishedAt: null}}
-    - CrashLoopBackOff
-    - exit code unknown, 1 restart; see 'kubectl logs -n tools p --previous'
+      scx:
+        ready: true
+        restartCount: 1
+        state: {running: {startedAt: "2026-01-01T00:00:00Z"}}
+      probe:
+        restartCount: 1
+        lastState: {terminated: {exitCode: 137, finishedAt: null}}
+      reason: CrashLoopBackOff
+      words: exit code unknown, 1 restart; see 'kubectl logs -n tools p --previous'
     the probe ended and the kubelet lost how:
-    - *up
-    - {ready: false, restartCount: 1, state: {running: {startedAt: 2}}}
-    - NotAttached
-    - no scheduler is attached; see 'kubectl logs -n tools p'
+      scx: *up
+      probe: {ready: false, restartCount: 1, state: {running: {startedAt: 2}}}
+      reason: NotAttached
+      words: no scheduler is attached; see 'kubectl logs -n tools p'
     the probe was killed:
-    - *up
-    - {restartCount: 1, state: {terminated: {exitCode: 137, reason: Error, finishedAt: 1}}}
-    - NotAttached
-    - no scheduler is attached; see 'kubectl logs -n tools p'
+      scx: *up
+      probe: {restartCount: 1, state: {terminated: {exitCode: 137, reason: Error, finishedAt: 1}}}
+      reason: NotAttached
+      words: no scheduler is attached; see 'kubectl logs -n tools p'
     the probe backs off and the kubelet lost how it ended:
-    - *up
-    - {restartCount: 3, state: {waiting: {reason: CrashLoopBackOff}}}
-    - NotAttached
-    - no scheduler is attached; see 'kubectl logs -n tools p'
+      scx: *up
+      probe: {restartCount: 3, state: {waiting: {reason: CrashLoopBackOff}}}
+      reason: NotAttached
+      words: no scheduler is attached; see 'kubectl logs -n tools p'
     the probe's image has no grep:
-    - *up
-    - {restartCount: 1, state: {terminated: {exitCode: 127, reason: Error, finishedAt: 1}}}
-    - CrashLoopBackOff
-    - "the probe does not run (its image needs sh and grep): exit code 127, 1 restart;
-       see 'kubectl logs -n tools p -c probe --previous'"
+      scx: *up
+      probe: {restartCount: 1, state: {terminated: {exitCode: 127, reason: Error, finishedAt: 1}}}
+      reason: CrashLoopBackOff
+      words: "the probe does not run (its image needs sh and grep): exit code 127, 1 restart;
+         see 'kubectl logs -n tools p -c probe --previous'"
     the probe's image has no shell:
-    - *up
-    - ready: false
-      restartCount: 1
-      state: {terminated: {exitCode: 128, reason: StartError, finishedAt: 1, message: no sh in it}}
-    - CrashLoopBackOff
-    - "the probe does not run (its image needs sh and grep): exit code 128 (StartError),
-       1 restart: no sh in it; see 'kubectl logs -n tools p -c probe --previous'"
-    """),
+      scx: *up
+      probe:
+        ready: false
+        restartCount: 1
+        state:
+          terminated: {exitCode: 128, reason: StartError, finishedAt: 1, message: no sh in it}
+      reason: CrashLoopBackOff
+      words: "the probe does not run (its image needs sh and grep): exit code 128 (StartError),
+         1 restart: no sh in it; see 'kubectl logs -n tools p -c probe --previous'"
+    """,
 )
 def test_the_probe_reports_not_attached_unless_the_scheduler_itself_failed(
     scx, probe, reason, words
@@ -4462,14 +4505,22 @@ def test_an_unbound_pods_node_is_read_from_its_affinity():
     assert sked.read_pod(pod, None).node == "n7"
 
 
-@pytest.mark.parametrize(
+@cases(
     "started_ago, ready, watched, up_for",
-    table("""
-    up for a minute before sked started: [60, true, false, 60]
-    the node's clock is ahead: [-3600, true, false, 0]
-    sked saw it start and the node's clock is behind: [3600, true, true, 0]
-    not ready yet: [60, false, false, -.inf]
-    """),
+    """
+    up for a minute before sked started:
+      started_ago: 60
+      ready: true
+      watched: false
+      up_for: 60
+    the node's clock is ahead: {started_ago: -3600, ready: true, watched: false, up_for: 0}
+    sked saw it start and the node's clock is behind:
+      started_ago: 3600
+      ready: true
+      watched: true
+      up_for: 0
+    not ready yet: {started_ago: 60, ready: false, watched: false, up_for: -.inf}
+    """,
 )
 def test_a_pod_has_been_up_since_it_started_or_since_sked_saw_it_start(
     started_ago, ready, watched, up_for
@@ -4504,116 +4555,125 @@ def status_of(pods: list[str], spec: dict, changes: dict, **status: Any) -> dict
     return sked.build_status(view, None, "2026-01-02T03:04:05Z")
 
 
-@pytest.mark.parametrize(
+@cases(
     "pods, spec, changes, reason, words",
-    table("""
+    """
     the controller has not seen the last change:
-    - []
-    - {}
-    - {metadata: {generation: 2}}
-    - RollingOut
-    - waiting for the DaemonSet controller
-    suspended: [[], {suspend: true}, {status: {desiredNumberScheduled: 0}}, Suspended, to resume]
+      pods: []
+      changes: {metadata: {generation: 2}}
+      reason: RollingOut
+      words: waiting for the DaemonSet controller
+    suspended:
+      pods: []
+      spec: {suspend: true}
+      changes: {status: {desiredNumberScheduled: 0}}
+      reason: Suspended
+      words: to resume
     suspended a moment ago:
-    - [settled, settled]
-    - {suspend: true}
-    - {metadata: {generation: 2}}
-    - RollingOut
-    - waiting for the DaemonSet controller
+      pods: [settled, settled]
+      spec: {suspend: true}
+      changes: {metadata: {generation: 2}}
+      reason: RollingOut
+      words: waiting for the DaemonSet controller
     suspended while the last pods are ending:
-    - []
-    - {suspend: true}
-    - {status: {desiredNumberScheduled: 0, numberMisscheduled: 2}}
-    - RollingOut
-    - "suspended; waiting for pods to end: 2"
+      pods: []
+      spec: {suspend: true}
+      changes: {status: {desiredNumberScheduled: 0, numberMisscheduled: 2}}
+      reason: RollingOut
+      words: "suspended; waiting for pods to end: 2"
     no nodes:
-    - []
-    - {}
-    - {status: {desiredNumberScheduled: 0}}
-    - NoNodes
-    - "no node to run on: check the taints of the nodes that 'kubectl get nodes' lists"
+      pods: []
+      changes: {status: {desiredNumberScheduled: 0}}
+      reason: NoNodes
+      words: "no node to run on: check the taints of the nodes that 'kubectl get nodes' lists"
     no nodes match the nodeSelector:
-    - []
-    - {nodeSelector: {pool: latency, a: ""}}
-    - {status: {desiredNumberScheduled: 0}}
-    - NoNodes
-    - "no node to run on: check the taints of the nodes that
-       'kubectl get nodes --selector=a=,pool=latency' lists"
-    all ready: [[settled, settled], {}, {}, AllReady, running on 2 of 2 nodes]
+      pods: []
+      spec: {nodeSelector: {pool: latency, a: ""}}
+      changes: {status: {desiredNumberScheduled: 0}}
+      reason: NoNodes
+      words: "no node to run on: check the taints of the nodes that
+         'kubectl get nodes --selector=a=,pool=latency' lists"
+    all ready: {pods: [settled, settled], reason: AllReady, words: running on 2 of 2 nodes}
     one has just started and the DaemonSet does not know yet:
-    - [young]
-    - {}
-    - {status: {numberReady: 0}}
-    - RollingOut
-    - ready on 0 of 2 nodes, updated on 2; waiting for the pods to stay up for 10 s
+      pods: [young]
+      changes: {status: {numberReady: 0}}
+      reason: RollingOut
+      words: ready on 0 of 2 nodes, updated on 2; waiting for the pods to stay up for 10 s
     one has just started:
-    - [settled, young]
-    - {}
-    - {}
-    - RollingOut
-    - ready on 1 of 2 nodes, updated on 2; waiting for the pods to stay up for 10 s
-    one starting: [[settled, starting], {}, {}, RollingOut, "ready on 1 of 2 nodes, updated on 2"]
-    one missing: [[settled], {}, {}, RollingOut, "ready on 1 of 2 nodes, updated on 2"]
+      pods: [settled, young]
+      reason: RollingOut
+      words: ready on 1 of 2 nodes, updated on 2; waiting for the pods to stay up for 10 s
+    one starting:
+      pods: [settled, starting]
+      reason: RollingOut
+      words: "ready on 1 of 2 nodes, updated on 2"
+    one missing:
+      pods: [settled]
+      reason: RollingOut
+      words: "ready on 1 of 2 nodes, updated on 2"
     the DaemonSet says one is old:
-    - [settled, settled]
-    - {}
-    - {status: {updatedNumberScheduled: 1}}
-    - RollingOut
-    - ready on 2 of 2 nodes, updated on 1
+      pods: [settled, settled]
+      changes: {status: {updatedNumberScheduled: 1}}
+      reason: RollingOut
+      words: ready on 2 of 2 nodes, updated on 1
     the DaemonSet says one is not ready:
-    - [settled, settled]
-    - {}
-    - {status: {numberReady: 1}}
-    - RollingOut
-    - ready on 1 of 2 nodes, updated on 2
+      pods: [settled, settled]
+      changes: {status: {numberReady: 1}}
+      reason: RollingOut
+      words: ready on 1 of 2 nodes, updated on 2
     a pod on a tainted node does not hide one that never started:
-    - [settled, settled, starting]
-    - {}
-    - {status: {numberReady: 1, numberMisscheduled: 1}}
-    - RollingOut
-    - ready on 1 of 2 nodes, updated on 2
+      pods: [settled, settled, starting]
+      changes: {status: {numberReady: 1, numberMisscheduled: 1}}
+      reason: RollingOut
+      words: ready on 1 of 2 nodes, updated on 2
     a pod on a tainted node does not hide one that has just started:
-    - [settled, settled, young]
-    - {}
-    - {status: {numberMisscheduled: 1}}
-    - RollingOut
-    - ready on 1 of 2 nodes, updated on 2; waiting for the pods to stay up for 10 s
-    the pods say one is old: [[settled, older], {}, {}, RollingOut, for the last old pods to go]
+      pods: [settled, settled, young]
+      changes: {status: {numberMisscheduled: 1}}
+      reason: RollingOut
+      words: ready on 1 of 2 nodes, updated on 2; waiting for the pods to stay up for 10 s
+    the pods say one is old:
+      pods: [settled, older]
+      reason: RollingOut
+      words: for the last old pods to go
     the user's strategy is OnDelete and a new node has no pod yet:
-    - [settled]
-    - {updateStrategy: {type: OnDelete}}
-    - spec: {updateStrategy: {type: OnDelete}}
-      status: {currentNumberScheduled: 1, updatedNumberScheduled: 1, numberReady: 1}
-    - RollingOut
-    - ready on 1 of 2 nodes, updated on 1
+      pods: [settled]
+      spec: {updateStrategy: {type: OnDelete}}
+      changes:
+        spec: {updateStrategy: {type: OnDelete}}
+        status: {currentNumberScheduled: 1, updatedNumberScheduled: 1, numberReady: 1}
+      reason: RollingOut
+      words: ready on 1 of 2 nodes, updated on 1
     the user's strategy is OnDelete:
-    - [settled, older]
-    - {updateStrategy: {type: OnDelete}}
-    - {spec: {updateStrategy: {type: OnDelete}}, status: {updatedNumberScheduled: 1}}
-    - RollingOut
-    - "run 'kubectl delete pod -n tools -l name=scx-rusty,managed-by=sked-controller'"
+      pods: [settled, older]
+      spec: {updateStrategy: {type: OnDelete}}
+      changes: {spec: {updateStrategy: {type: OnDelete}}, status: {updatedNumberScheduled: 1}}
+      reason: RollingOut
+      words: "run 'kubectl delete pod -n tools -l name=scx-rusty,managed-by=sked-controller'"
     parked:
-    - [settled, older]
-    - {}
-    - metadata: {annotations: {sked.schedkit.io/parked: x}}
-      status: {updatedNumberScheduled: null}
-    - AllReady
-    - running on 2 of 2 nodes
+      pods: [settled, older]
+      changes:
+        metadata: {annotations: {sked.schedkit.io/parked: x}}
+        status: {updatedNumberScheduled: null}
+      reason: AllReady
+      words: running on 2 of 2 nodes
     parked and one has just started:
-    - [older, young]
-    - {}
-    - metadata: {annotations: {sked.schedkit.io/parked: x}}
-      status: {updatedNumberScheduled: 1}
-    - RollingOut
-    - ready on 1 of 2 nodes, updated on 2; waiting for the pods to stay up for 10 s
+      pods: [older, young]
+      changes:
+        metadata: {annotations: {sked.schedkit.io/parked: x}}
+        status: {updatedNumberScheduled: 1}
+      reason: RollingOut
+      words: ready on 1 of 2 nodes, updated on 2; waiting for the pods to stay up for 10 s
     one crashes:
-    - [settled, crashing]
-    - {}
-    - {}
-    - NodesFailing
-    - "failing on 1 of 2 nodes; n2: CrashLoopBackOff: exit code 1"
-    one crashed but has settled: [[settled, recovered], {}, {}, AllReady, running on 2 of 2 nodes]
-    """),
+      pods: [settled, crashing]
+      reason: NodesFailing
+      words: "failing on 1 of 2 nodes; n2: CrashLoopBackOff: exit code 1"
+    one crashed but has settled:
+      pods: [settled, recovered]
+      reason: AllReady
+      words: running on 2 of 2 nodes
+    """,
+    spec={},
+    changes={},
 )
 def test_the_ready_condition_gives_a_reason_and_a_message(pods, spec, changes, reason, words):
     (ready,) = status_of(pods, spec, changes)["conditions"]
@@ -5562,18 +5622,30 @@ def test_a_renewed_metrics_certificate_is_served(server, operate):
 # ---------------------------------------------------------------- the command line
 
 
-@pytest.mark.parametrize(
+@cases(
     "flag, context, environment, host",
-    table("""
-    flag: [~/flag, null, ~/env, "http://f1"]
-    flag and context: [~/flag, f2, "", "http://f2"]
-    environment: [null, null, ~/env, "http://e1"]
-    first current-context wins: [null, null, "~/none:~/silent:~/env:~/flag", "http://e1"]
-    current-context in another file: [null, null, "~/other:~/flag:~/env", "http://e1"]
-    context in the second file: [null, e1, "~/flag:~/env", "http://e1"]
-    pod: [null, null, "", "https://127.0.0.1:6443"]
-    home: [null, null, null, "http://h1"]
-    """),
+    """
+    flag: {flag: ~/flag, context: null, environment: ~/env, host: "http://f1"}
+    flag and context: {flag: ~/flag, context: f2, environment: "", host: "http://f2"}
+    environment: {flag: null, context: null, environment: ~/env, host: "http://e1"}
+    first current-context wins:
+      flag: null
+      context: null
+      environment: "~/none:~/silent:~/env:~/flag"
+      host: "http://e1"
+    current-context in another file:
+      flag: null
+      context: null
+      environment: "~/other:~/flag:~/env"
+      host: "http://e1"
+    context in the second file:
+      flag: null
+      context: e1
+      environment: "~/flag:~/env"
+      host: "http://e1"
+    pod: {flag: null, context: null, environment: "", host: "https://127.0.0.1:6443"}
+    home: {flag: null, context: null, environment: null, host: "http://h1"}
+    """,
 )
 def test_the_configuration_comes_from_flag_environment_pod_or_home_in_this_order(
     in_pod, monkeypatch, flag, context, environment, host
