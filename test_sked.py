@@ -5826,8 +5826,13 @@ def test_render_names_stdin_and_the_line_that_is_no_yaml():
 
 
 def test_an_interrupted_render_of_stdin_says_how_stdin_ends():
-    command, pipe = [sys.executable, "sked.py", "--render", "-"], subprocess.PIPE
-    with subprocess.Popen(command, cwd=HERE, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+    # a shell starts jobs in the background with SIGINT ignored, and children inherit that
+    run = "import signal, sked; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    run += "raise SystemExit(sked.main(['--render', '-']))"
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", run], cwd=HERE, stdin=pipe, stdout=pipe, stderr=pipe
+    ) as process:
         process.stdin.write(b"#\n" * 1_000_000)  # more than a pipe holds: sked is reading it
         process.send_signal(signal.SIGINT)
         out, err = process.communicate()
