@@ -1703,8 +1703,8 @@ def ready_reason(view: View, nodes: dict, failures: list) -> Problem:
 
 def no_nodes_message(view: View) -> str:
     pairs = ",".join("=".join(pair) for pair in sorted(selector_of(view.schedext)))
-    nodes = f"'kubectl get nodes{' --selector=' if pairs else ''}{pairs}'"
-    message = f"no node to run on: check the taints of the nodes that {nodes} lists"
+    command = f"kubectl get nodes --selector={pairs}" if pairs else "kubectl get nodes"
+    message = f"no node to run on: check that '{command}' lists nodes, and their taints"
     if view.winners:
         names = ", ".join(view.winners[:5])
         if len(view.winners) > 5:

@@ -4585,14 +4585,14 @@ def status_of(pods: list[str], spec: dict, changes: dict, **status: Any) -> dict
       pods: []
       changes: {status: {desiredNumberScheduled: 0}}
       reason: NoNodes
-      words: "no node to run on: check the taints of the nodes that 'kubectl get nodes' lists"
+      words: "no node to run on: check that 'kubectl get nodes' lists nodes, and their taints"
     no nodes match the nodeSelector:
       pods: []
       spec: {nodeSelector: {pool: latency, a: ""}}
       changes: {status: {desiredNumberScheduled: 0}}
       reason: NoNodes
-      words: "no node to run on: check the taints of the nodes that
-         'kubectl get nodes --selector=a=,pool=latency' lists"
+      words: "no node to run on: check that 'kubectl get nodes --selector=a=,pool=latency' lists
+         nodes, and their taints"
     all ready: {pods: [settled, settled], reason: AllReady, words: running on 2 of 2 nodes}
     one has just started and the DaemonSet does not know yet:
       pods: [young]
@@ -4699,7 +4699,7 @@ def test_without_nodes_the_status_names_the_more_specific_schedexts(count, named
     have = merge(STORED, {"status": {"desiredNumberScheduled": 0}})
     view = operator.look(("tools", "scx-rusty"), given(nodeSelector=A), have)
     message = sked.build_status(view, None, "2026-01-02T03:04:05Z")["conditions"][0]["message"]
-    assert message.endswith(f"lists; these more specific SchedExts may claim them all: {named}")
+    assert message.endswith(f"taints; these more specific SchedExts may claim them all: {named}")
 
 
 def test_the_status_counts_nodes_lists_failures_and_keeps_foreign_conditions():
