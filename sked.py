@@ -145,6 +145,10 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
 
+    def is_outage(self) -> bool:
+        """Whether the API server is down: a load balancer in front of it then says 502 to 504."""
+        return self.status in (0, 502, 503, 504)
+
 
 SETUP_OR_NETWORK_ERRORS = (
     HTTPError,
@@ -316,6 +320,8 @@ class Reflector(dict):
     def keep(self, obj: dict) -> Any:
         """What the cache keeps of an object."""
         obj["metadata"].pop("managedFields", None)
+        obj.pop("apiVersion", None)  # a watch has these two, a list does not, and we know them
+        obj.pop("kind", None)
         for part in ("spec", "status"):
             if not isinstance(obj.get(part), dict):  # a lax CRD may allow anything
                 obj[part] = {}
@@ -805,10 +811,11 @@ class Operator:
             result = "error"
             if not isinstance(error, ApiError):
                 log.exception("%s/%s: unexpected error", *key)
-            elif error.status == 0:  # an outage: logged once, however many keys it affects
+            elif error.is_outage():  # logged once, however many keys it affects
                 self.fault("/".join(key), str(error))
                 longest_wait = RECONNECT_SECONDS
             else:
+                self.recovered("/".join(key))
                 is_cache_behind = error.status in (404, 409)
                 result = "requeue" if is_cache_behind else "error"
                 if self.queue.attempts(key) == (PATIENCE if is_cache_behind else 0):
@@ -873,8 +880,9 @@ class Operator:
             # Its pods run what is wanted: they need not restart on the nodes that it keeps.
             want = parked_form(want, have)
             target, changes = as_wanted(have, want)
-        # If we wanted just this before, whatever differs now is someone else's doing.
-        is_drift = history.wanted_before(want)
+        # If we wanted just this before, whatever differs now is someone else's doing, and so is it
+        # if the DaemonSet is gone.
+        is_drift = history.wanted_before(want) or (not have and history.has_made_one(want))
         if is_drift and history.is_untouched(have):
             # The spec is as our own write left it, so admission made this of it: accepted.
             changes = outside_spec(changes)
@@ -889,10 +897,13 @@ class Operator:
             answer = self.write("PATCH", path_to(DAEMONSETS, *key), patch)
         else:
             answer = self.write("POST", path_to(DAEMONSETS, key[0]), target)
-        history.remember(want, answer)
+        # A write adds one to the generation. If it is higher, an edit came in between, and the
+        # next pass undoes it.
+        is_ours_alone = answer["metadata"]["generation"] <= generation_of(have) + 1
+        history.remember(want, answer, is_ours_alone)
         history.wrote()
         _, overruled = as_wanted(answer, want)
-        if overruled:
+        if overruled and is_ours_alone:
             paths = ", ".join(overruled)
             log.info("%s/%s: admission changed %s of the DaemonSet; sked accepts that", *key, paths)
         if history.is_untouched(have):
@@ -1101,19 +1112,21 @@ class History:
         self.wanted = ""
         self.uid = ""
         self.generation = 0
+        self.is_ours_alone = True  # False if it has an edit, too
         self.repairs = 0  # in a row
         self.next_repair = -inf  # the earliest time for another one
         self.wrote_at = -inf  # when we last wrote the DaemonSet or the status
         self.counts = ()  # of the DaemonSet's pods, as last seen
         self.counts_since = -inf
 
-    def remember(self, want: dict, daemonset: dict) -> None:
+    def remember(self, want: dict, daemonset: dict, is_ours_alone: bool = True) -> None:
         if not self.wanted_before(want):
             self.wanted = json.dumps(want)
             self.repairs = 0  # what follows is no longer the same fight
             self.next_repair = -inf
         self.uid = daemonset["metadata"]["uid"]
-        self.generation = daemonset["metadata"]["generation"]
+        self.generation = generation_of(daemonset)
+        self.is_ours_alone = is_ours_alone
 
     def wanted_before(self, want: dict) -> bool:
         return self.wanted == json.dumps(want)
@@ -1122,15 +1135,26 @@ class History:
         """What we wanted, or {} right after a restart of sked."""
         return json.loads(self.wanted or "{}")
 
+    def parked_as(self) -> str | None:
+        """The fingerprint with which we wanted the DaemonSet parked, if we did."""
+        last = self.last_wanted()
+        return annotation(last, PARKED) if last else None
+
+    def has_made_one(self, want: dict) -> bool:
+        """Whether we wanted a DaemonSet for the same SchedExt before."""
+        last = self.last_wanted()
+        owners = last["metadata"]["ownerReferences"] if last else None
+        return owners == want["metadata"]["ownerReferences"]
+
     def is_ahead_of(self, daemonset: dict) -> bool:
         """Whether we have written the DaemonSet since."""
-        meta = daemonset["metadata"]
-        return self.uid == meta["uid"] and self.generation > meta["generation"]
+        is_same = self.uid == daemonset["metadata"]["uid"]
+        return is_same and self.generation > generation_of(daemonset)
 
     def is_untouched(self, daemonset: dict) -> bool:
-        """Whether nobody has changed the DaemonSet's spec since."""
-        meta = daemonset.get("metadata", {})
-        return (self.uid, self.generation) == (meta.get("uid"), meta.get("generation"))
+        """Whether nobody else has changed the DaemonSet's spec since."""
+        is_same = bool(daemonset) and self.uid == daemonset["metadata"]["uid"]
+        return is_same and self.is_ours_alone and self.generation == generation_of(daemonset)
 
     def repaired(self) -> None:
         """Note that our last write was a repair."""
@@ -1333,9 +1357,14 @@ def number(daemonset: dict, which: str) -> int:
     return daemonset["status"].get(which, 0)
 
 
+def generation_of(daemonset: dict) -> int:
+    """How often its spec has changed, its creation included; 0 if there is none."""
+    return daemonset["metadata"]["generation"] if daemonset else 0
+
+
 def is_observed(daemonset: dict) -> bool:
     """Whether its status describes its current spec."""
-    return daemonset["status"].get("observedGeneration") == daemonset["metadata"]["generation"]
+    return daemonset["status"].get("observedGeneration") == generation_of(daemonset)
 
 
 def annotation(obj: dict, name: str) -> str | None:
@@ -1503,10 +1532,12 @@ def should_be_parked(
     therefore has the strategy OnDelete, and in an annotation the fingerprint of what all its pods
     run. Raises Blocked until the controller has observed the last change.
     """
-    if parked := annotation(have, PARKED):
-        # It stays parked as long as its pods run what is wanted, whatever the nodes are doing.
-        # Otherwise the wanted strategy comes back, and all pods follow.
-        return parked == fingerprint(want, have)
+    marks = {annotation(have, PARKED), history.parked_as()} - {None}
+    if marks:
+        # It stays parked as long as its pods run what is wanted, whatever the nodes are doing and
+        # also if the annotation was removed. Otherwise the wanted strategy comes back, and all
+        # pods follow.
+        return fingerprint(want, have) in marks
     if not only_placement_is_new(want, have, changes, history):
         return False  # the pods have to restart, or it is drift: a plain patch
     if not is_observed(have):

@@ -3046,7 +3046,12 @@ def test_a_key_goes_to_one_worker_at_a_time_and_returns_if_it_was_added_meanwhil
 
 
 @pytest.mark.parametrize(
-    "status, longest", [pytest.param(500, 300, id="refused"), pytest.param(0, 8, id="no answer")]
+    "status, longest",
+    [
+        pytest.param(500, 300, id="refused"),
+        pytest.param(0, 8, id="no answer"),
+        pytest.param(503, 8, id="answered by a load balancer"),
+    ],
 )
 def test_a_failing_key_backs_off_exponentially_until_it_succeeds(mocker, status, longest):
     mocker.patch.object(sked.random, "uniform", return_value=1.0)
@@ -3074,6 +3079,30 @@ def test_a_failure_is_logged_once_and_a_cache_that_is_behind_only_if_it_stays_so
         operator.process(ONE)
         logged.append(caplog.messages.count("default/one: no; trying again"))
     assert logged == [0] * silent + [1] * (8 - silent)
+
+
+def test_the_end_of_an_outage_is_logged_even_if_the_next_answer_is_a_refusal(mocker, caplog):
+    caplog.set_level("INFO")
+    operator = sked.Operator(mocker.Mock())
+    errors = [sked.ApiError(0, "down"), sked.ApiError(403, "forbidden")]
+    mocker.patch.object(operator, "reconcile", side_effect=errors)
+    for _ in errors:
+        operator.queue.busy.add(ONE)
+        operator.process(ONE)
+    assert caplog.messages[:2] == ["down; trying again", "the API server answers again"]
+
+
+def test_a_new_list_of_what_a_watch_has_brought_queues_nothing(world, server):
+    world.deploy()
+    eventually(world.is_idle)
+    before = passes()
+    since = time.time()
+    server.compact()
+    server.drop_connections()
+    lists = ("list schedexts", "list daemonsets", "list pods")
+    eventually(lambda: {r.deed for r in server.requests if r.time > since} >= set(lists))
+    eventually(world.is_idle)
+    assert passes() == before
 
 
 # ---------------------------------------------------------------- reconcile: create or patch
@@ -3374,6 +3403,25 @@ def test_an_edited_node_selector_is_put_back_by_a_plain_patch(world, server, fle
     world.expect("AllReady")
 
 
+def test_an_edit_that_slips_in_before_a_patch_is_undone_and_not_taken_for_admission(
+    world, server, fleet, caplog, mocker
+):
+    caplog.set_level("INFO")
+    eventually(world.is_idle)
+    write = world.operator.write
+
+    def write_late(method, path, body, timeout=None):
+        if "/daemonsets/" in path and world.image() == RUSTY:
+            world.drift(in_template(hostPID=True))
+        return write(method, path, body, timeout)
+
+    mocker.patch.object(world.operator, "write", side_effect=write_late)
+    world.edit(sched=LAVD)
+    eventually(lambda: drift_events(server))
+    assert (world.image(), pod_spec(world.made()).get("hostPID")) == (LAVD, None)
+    assert "admission" not in caplog.text
+
+
 class Script(contextlib.AbstractContextManager):
     """Edits x's DaemonSet again as soon as the edit has been undone."""
 
@@ -3430,12 +3478,27 @@ def test_a_new_wish_ends_a_fight(world, server):
     assert "priorityClassName" not in pod_spec(world.made())
 
 
-def test_a_deleted_daemonset_comes_back_and_the_event_says_so(world, server):
-    world.deploy()
+@pytest.mark.parametrize("is_parked", [False, True], ids=["plain", "parked"])
+def test_a_deleted_daemonset_comes_back_and_the_event_says_so(world, server, fleet, is_parked):
+    if is_parked:
+        park_x(world)
+    eventually(world.is_idle)
     server.delete("daemonsets", world.ns, "x")
     eventually(lambda: drift_events(server))
     assert drift_events(server) == ["an unknown client deleted the DaemonSet; sked has reverted it"]
     assert world.made()
+
+
+def test_a_recreated_schedext_is_no_drift(world, server):
+    world.deploy()
+    silence = cut_off(server, "schedexts")  # so that sked sees the new one in place of the old
+    world.remove()
+    eventually(lambda: not world.made())
+    uid = world.add()
+    silence.clear()
+    eventually(lambda: dig(world.made(), ".metadata.ownerReferences[0].uid") == uid)
+    world.expect("RollingOut")
+    assert drift_events(server) == []
 
 
 @pytest.mark.parametrize(
@@ -5047,13 +5110,19 @@ def test_drift_in_a_parked_daemonset_restarts_no_pod_but_rollout_restart_does(wo
     park_x(world)
     eventually(lambda: len(uids(fleet)) == 2)
     before, made = uids(fleet), world.made()
+    mark = made["metadata"]["annotations"][PARKED]
+    unmarked = {"metadata": {"annotations": {PARKED: None}}}
     for drift in (
         in_template(tolerations=[{"operator": "Exists"}]),
         in_template(containers=[SCX_CONTAINER | {"image": LAVD}]),
         {"spec": {"updateStrategy": {"type": "RollingUpdate"}}},
+        unmarked,
+        {"metadata": {"annotations": {PARKED: "another"}}},
+        unmarked | ON_DELETE | in_template(affinity=None),
     ):
         world.drift(drift)
         eventually(lambda: world.made()["spec"] == made["spec"])
+        eventually(lambda: world.made()["metadata"]["annotations"].get(PARKED) == mark)
     world.expect("AllReady")
     assert uids(fleet) == before
     world.drift(RESTART)
