@@ -897,23 +897,18 @@ class Operator:
             answer = self.write("PATCH", path_to(DAEMONSETS, *key), patch)
         else:
             answer = self.write("POST", path_to(DAEMONSETS, key[0]), target)
-        # A write adds one to the generation. If it is higher, an edit came in between, and the
-        # next pass undoes it.
-        is_ours_alone = answer["metadata"]["generation"] <= generation_of(have) + 1
-        history.remember(want, answer, is_ours_alone)
-        history.wrote()
+        history.wrote_daemonset(want, have, answer)
         _, overruled = as_wanted(answer, want)
-        if overruled and is_ours_alone:
+        if overruled and history.is_untouched(answer):
             paths = ", ".join(overruled)
             log.info("%s/%s: admission changed %s of the DaemonSet; sked accepts that", *key, paths)
-        if history.is_untouched(have):
-            # The answer has the generation of what was there: admission undid all of our write.
-            changes = outside_spec(changes)
-        paths = [path for path in changes if path not in overruled] or list(changes)
-        if is_drift and changes:
+        paths = [path for path in changes if path not in overruled]
+        if not paths and not history.is_untouched(have):
+            paths = list(changes)  # the write changed them, though not to what we asked for
+        if paths and is_drift:
             history.repaired()
             self.report_drift(key, schedext, drift_sentence(have, paths))
-        elif changes:
+        elif paths:
             what = f"changed {', '.join(paths)} of" if have else "created"
             log.info("%s/%s: %s the DaemonSet", *key, what)
         return answer, True
@@ -1112,21 +1107,27 @@ class History:
         self.wanted = ""
         self.uid = ""
         self.generation = 0
-        self.is_ours_alone = True  # False if it has an edit, too
+        self.is_ours_alone = True  # False if it has an edit of another client, too
         self.repairs = 0  # in a row
         self.next_repair = -inf  # the earliest time for another one
         self.wrote_at = -inf  # when we last wrote the DaemonSet or the status
         self.counts = ()  # of the DaemonSet's pods, as last seen
         self.counts_since = -inf
 
-    def remember(self, want: dict, daemonset: dict, is_ours_alone: bool = True) -> None:
+    def wrote_daemonset(self, want: dict, have: dict, answer: dict) -> None:
+        self.remember(want, answer)
+        self.wrote()
+        # A write adds one to the generation. If it is higher, an edit came in between.
+        self.is_ours_alone = self.generation <= generation_of(have) + 1
+
+    def remember(self, want: dict, daemonset: dict) -> None:
         if not self.wanted_before(want):
             self.wanted = json.dumps(want)
             self.repairs = 0  # what follows is no longer the same fight
             self.next_repair = -inf
         self.uid = daemonset["metadata"]["uid"]
         self.generation = generation_of(daemonset)
-        self.is_ours_alone = is_ours_alone
+        self.is_ours_alone = True
 
     def wanted_before(self, want: dict) -> bool:
         return self.wanted == json.dumps(want)

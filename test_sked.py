@@ -5124,7 +5124,7 @@ def test_drift_in_a_parked_daemonset_restarts_no_pod_but_rollout_restart_does(wo
         eventually(lambda: world.made()["spec"] == made["spec"])
         eventually(lambda: world.made()["metadata"]["annotations"].get(PARKED) == mark)
     world.expect("AllReady")
-    assert uids(fleet) == before
+    eventually(lambda: uids(fleet) == before)  # the last edit put a pod on a, for a moment
     world.drift(RESTART)
     eventually(lambda: not set(uids(fleet).values()) & set(before.values()))
     world.expect("AllReady")
