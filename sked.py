@@ -880,9 +880,7 @@ class Operator:
             # Its pods run what is wanted: they need not restart on the nodes that it keeps.
             want = parked_form(want, have)
             target, changes = as_wanted(have, want)
-        # If we wanted just this before, whatever differs now is someone else's doing, and so is it
-        # if the DaemonSet is gone.
-        is_drift = history.wanted_before(want) or (not have and history.has_made_one(want))
+        is_drift = history.is_drift(want, have)
         if is_drift and history.is_untouched(have):
             # The spec is as our own write left it, so admission made this of it: accepted.
             changes = outside_spec(changes)
@@ -1141,8 +1139,14 @@ class History:
         last = self.last_wanted()
         return annotation(last, PARKED) if last else None
 
-    def has_made_one(self, want: dict) -> bool:
-        """Whether we wanted a DaemonSet for the same SchedExt before."""
+    def is_drift(self, want: dict, have: dict) -> bool:
+        """Whether someone else has made the difference between the two, if there is one.
+
+        That is so if we wanted the same before, or if the DaemonSet that we made for this SchedExt
+        is gone.
+        """
+        if have:
+            return self.wanted_before(want)
         last = self.last_wanted()
         owners = last["metadata"]["ownerReferences"] if last else None
         return owners == want["metadata"]["ownerReferences"]
