@@ -240,6 +240,13 @@ class Resource(NamedTuple):
         words = f'{what} "{name}" is invalid: {why}'
         return Refusal(422, "Invalid", words, name=name, kind=self.kind, causes=listed)
 
+    def check_type(self, obj: dict) -> None:
+        """Refuses an object of another kind or API version."""
+        kind, version = obj.get("kind", self.kind), obj.get("apiVersion", self.api_version)
+        if (kind, version) != (self.kind, self.api_version):
+            words = f"{kind} in version {json.dumps(version)} cannot be handled as a {self.kind}"
+            raise Refusal(400, "BadRequest", f"{words} in version {json.dumps(self.api_version)}")
+
     def unknown_fields(self, fields: list[str]) -> Refusal:
         listed = ", ".join(f'unknown field "{field}"' for field in fields)
         words = f'{self.kind} in version "v1" cannot be handled as a {self.kind}'
@@ -348,7 +355,7 @@ def check(schema: dict, value: Any, path: str, causes: list[str]) -> Any:
         return value
     known = schema.get("properties", {})
     others = schema.get("additionalProperties")
-    missing = [name for name in schema.get("required", ()) if value.get(name) is None]
+    missing = [name for name in schema.get("required", ()) if value.get(name) in (None, [])]
     causes += [f"{at}.{name}".lstrip(".") + ": Required value" for name in missing]
     fields = {name: known.get(name, others) for name, item in value.items() if item is not None}
     return {
@@ -369,21 +376,38 @@ def list_of(items: dict) -> dict:
 
 TEXT = {"type": "string"}
 TEXTS = {"type": "object", "additionalProperties": TEXT}
-META = shape(labels=TEXTS, annotations=TEXTS)
+OWNER = shape("kind name uid", kind=TEXT, name=TEXT, uid=TEXT)
+META = shape(labels=TEXTS, annotations=TEXTS, ownerReferences=list_of(OWNER))
 CONTAINERS = list_of(shape("name image", name=TEXT, image=TEXT))
-NODE_TERM = shape(matchExpressions=list_of(shape("key operator", key=TEXT, operator=TEXT)))
+KEY = {"type": "string", "minLength": 1}
+EXPRESSION = shape("key operator", key=KEY, operator=TEXT, values=list_of(TEXT))
+NODE_TERM = shape(matchExpressions=list_of(EXPRESSION))
 NODE_TERMS = shape("nodeSelectorTerms", nodeSelectorTerms=list_of(NODE_TERM))
 NODES = shape(nodeAffinity=shape(requiredDuringSchedulingIgnoredDuringExecution=NODE_TERMS))
-POD_SPEC = shape("containers", containers=CONTAINERS, nodeSelector=TEXTS, affinity=NODES)
+POD_SPEC = shape(
+    "containers",
+    containers=CONTAINERS,
+    nodeSelector=TEXTS,
+    affinity=NODES,
+    tolerations=list_of(shape()),
+)
 TAINTS = list_of(shape("key effect", key=TEXT, effect=TEXT))
 SELECTOR = shape("matchLabels", matchLabels=TEXTS)
+ROLLING = shape(maxUnavailable={"x-kubernetes-int-or-string": True})
 TEMPLATE = shape("metadata spec", metadata=META | {"required": ["labels"]}, spec=POD_SPEC)
-DAEMONSET_SPEC = shape("selector template", selector=SELECTOR, template=TEMPLATE)
+DAEMONSET_SPEC = shape(
+    "selector template",
+    selector=SELECTOR,
+    template=TEMPLATE,
+    minReadySeconds={"type": "integer"},
+    updateStrategy=shape(type=TEXT, rollingUpdate=ROLLING),
+)
 BINDING = shape("roleRef", roleRef=shape("kind name"), subjects=list_of(shape("kind name")))
 SHAPES = {  # what must be right in built-in objects for this file to understand them
     "nodes": shape(spec=shape(taints=TAINTS)),
     "pods": shape("spec", spec=POD_SPEC),
     "daemonsets": shape("spec", spec=DAEMONSET_SPEC),
+    "events": shape("involvedObject", involvedObject=shape("kind name", kind=TEXT, name=TEXT)),
     "clusterrolebindings": BINDING,
     "rolebindings": BINDING,
     "customresourcedefinitions": shape("spec", spec=shape("group names versions")),
@@ -394,6 +418,50 @@ def check_body(body: Any) -> None:
     """Refuses what is not an object with metadata, if any."""
     if not isinstance(body, dict) or not isinstance(body.get("metadata", {}), dict):
         raise Refusal(400, "BadRequest", "the body of the request is not an object")
+    for name in ("name", "generateName", "namespace", "uid", "resourceVersion"):
+        if not isinstance(body.get("metadata", {}).get(name), (str, type(None))):
+            raise Refusal(400, "BadRequest", f"metadata.{name} is not a string")
+
+
+PERCENT = "a valid percent string must be a numeric string followed by an ending '%' (e.g. '1%')"
+
+
+def broken_strategy(spec: dict) -> Iterator[str]:
+    """What is wrong with the maxUnavailable of a DaemonSet, in the API server's words."""
+    strategy = spec.get("updateStrategy") or {}
+    rolling = strategy.get("rollingUpdate") or {}
+    most = rolling.get("maxUnavailable")
+    if most is None or strategy.get("type", "RollingUpdate") != "RollingUpdate":
+        return
+    at = "spec.updateStrategy.rollingUpdate.maxUnavailable"
+    invalid = f"{at}: Invalid value: {json.dumps(most)}:"
+    if isinstance(most, str) and not re.fullmatch("[0-9]+%", most):
+        yield f"{invalid} {PERCENT}"
+        return
+    number = int(most.rstrip("%")) if isinstance(most, str) else most
+    if number < 0:
+        yield f"{invalid} must be greater than or equal to 0"
+    if number == 0 and not rolling.get("maxSurge"):
+        yield f"{at}: Required value: cannot be 0 when maxSurge is 0"
+    if number > 100 and isinstance(most, str):
+        yield f"{invalid} must not be greater than 100%"
+
+
+def broken_selector(spec: dict, old: dict | None) -> Iterator[str]:
+    """What is wrong with the selector of a DaemonSet, in the API server's words."""
+    selector, labels = spec["selector"], spec["template"]["metadata"]["labels"]
+    if not selector["matchLabels"].items() <= labels.items():
+        words = "`selector` does not match template `labels`"
+        yield f"spec.template.metadata.labels: Invalid value: {json.dumps(labels)}: {words}"
+    if old and selector != old["spec"]["selector"]:
+        yield f"spec.selector: Invalid value: {json.dumps(selector)}: field is immutable"
+
+
+NODE_SELECTORS = {  # where to find a selector of nodes; its keys are the user's
+    "pods": ".spec.nodeSelector",
+    "schedexts": ".spec.nodeSelector",
+    "daemonsets": ".spec.template.spec.nodeSelector",
+}
 
 
 def broken_limits(schema: dict, value: Any, at: str) -> Iterator[str]:
@@ -1303,9 +1371,9 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         if kind.plural in REVIEWS:
             return obj | {"status": self.review(obj["spec"])}
         meta = obj.setdefault("metadata", {})
-        if "generateName" in meta:
+        if meta.get("generateName"):
             meta.setdefault("name", meta["generateName"] + uuid.uuid4().hex[:5])
-        if "name" not in meta:
+        if not meta.get("name"):
             raise kind.invalid(
                 "", "metadata.name: Required value: name or generateName is required"
             )
@@ -1328,7 +1396,11 @@ class ApiServer(Client, contextlib.AbstractContextManager):
 
     def do_update(self, request: Request, obj: dict) -> dict:
         """For leases: a PUT creates one, or replaces it if the version is given."""
-        version = obj["metadata"].get("resourceVersion")
+        meta = obj.get("metadata", {})
+        version, name = meta.get("resourceVersion"), meta.get("name")
+        if name != request.name:
+            words = f"the name of the object ({name or ''}) does not match the name on the URL"
+            raise Refusal(400, "BadRequest", f"{words} ({request.name})")
         if (request.namespace, request.name) in self.objects[request.resource]:
             if not version:
                 cause = (
@@ -1370,6 +1442,7 @@ class ApiServer(Client, contextlib.AbstractContextManager):
     def admit(self, request: Request, obj: dict, old: dict | None) -> dict:
         """The object to store: changed by webhooks, with defaults, validated."""
         kind = request.kind
+        kind.check_type(obj)
         if self.webhook:
             obj = self.webhook(request, obj)
         obj = {"apiVersion": kind.api_version, "kind": kind.kind} | obj
@@ -1385,6 +1458,8 @@ class ApiServer(Client, contextlib.AbstractContextManager):
             obj = kept
         elif kind.plural in SHAPES:
             check(SHAPES[kind.plural], obj, "", causes)
+        if not causes:
+            causes += self.broken_rules(kind, obj, old)
         if causes:
             raise kind.invalid(request.name, *causes)
         if kind.plural == "daemonsets":
@@ -1395,12 +1470,22 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         self.check_owners(request, obj, old)
         return obj
 
+    def broken_rules(self, kind: Resource, obj: dict, old: dict | None) -> Iterator[str]:
+        """What is wrong with an object whose fields all have the right types."""
+        if kind.plural == "daemonsets":
+            yield from broken_strategy(obj["spec"])
+            yield from broken_selector(obj["spec"], old)
+        path = NODE_SELECTORS.get(kind.plural)
+        if path and (self.validate or not kind.custom) and "" in (dig(obj, path) or {}):
+            yield f'{path[1:]}: Invalid value: "": name part must be non-empty'
+
     def do_delete(self, request: Request, options: dict) -> dict:
         obj = self.find(request)
         if obj["kind"] == "Namespace" and request.name == "default":
             words = 'namespaces "default" is forbidden: this namespace may not be deleted'
             raise Refusal(403, "Forbidden", words)
-        self.remove(obj, at_once=options.get("gracePeriodSeconds") == 0)
+        if not (options.get("dryRun") or "dryRun" in request.query):
+            self.remove(obj, at_once=options.get("gracePeriodSeconds") == 0)
         return obj
 
     def remove(self, obj: dict, at_once: bool = False) -> None:
@@ -1604,7 +1689,11 @@ class HttpHandler(http.server.BaseHTTPRequestHandler):
         """Does what is asked and answers, unless a fault interferes."""
         api = self.server.api
         self.warnings = []
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        length = self.headers.get("Content-Length", "0")
+        if not length.isdecimal():
+            self.send_error(400, f"Content-Length: {length!r} is not a number")
+            return
+        body = self.rfile.read(int(length))
         fault = api.next_fault(self.command, self.path) or Fault("", "", action="none")
         api.thawed.wait()
         if fault.action in ("hang", "drop", "error", "garbage"):
@@ -1644,6 +1733,9 @@ class HttpHandler(http.server.BaseHTTPRequestHandler):
             return request.status, content
         except Refusal as refusal:
             return refusal.code, refusal.status
+        except RecursionError:
+            words = "the body of the request is nested too deeply"
+            return 400, Refusal(400, "BadRequest", words).status
         except Exception as error:
             api.report_bug(f"{self.command} {self.path}")
             words = f"this stand-in for an API server has a bug here: {error!r}"
@@ -6678,6 +6770,30 @@ def test_kubectl_create_namespace_works(server):
             "no object": ("POST", f"{V1}/pods", [1], 400, "is not an object"),
             "no name": ("POST", f"{V1}/pods", {}, 422, "name or generateName is required"),
             "an empty pod": ("POST", f"{V1}/pods", pod("x") | {"spec": {}}, 422, "containers"),
+            "no containers": (
+                "POST",
+                f"{V1}/pods",
+                pod("x") | {"spec": {"containers": []}},
+                422,
+                "spec.containers: Required value",
+            ),
+            "a name of 5": ("POST", f"{V1}/pods", {"metadata": {"name": 5}}, 400, "not a string"),
+            "an empty node": ("PUT", "/api/v1/nodes/x", {}, 400, "does not match the name on"),
+            "a deep hole": ("POST", f"{V1}/pods", b"[" * 100_000, 400, "nested too deeply"),
+            "an event about nothing": (
+                "POST",
+                f"{V1}/events",
+                {"metadata": {"name": "x"}},
+                422,
+                "involvedObject: Required value",
+            ),
+            "an owner without a uid": (
+                "POST",
+                f"{V1}/pods",
+                merge(pod("x"), {"metadata": {"ownerReferences": [{"kind": "Node", "name": "x"}]}}),
+                422,
+                "metadata.ownerReferences[0].uid: Required value",
+            ),
             "half an affinity": (
                 "POST",
                 f"{V1}/pods",
@@ -6697,6 +6813,103 @@ def test_an_unknown_request_gets_a_status_with_a_sentence(server, method, path, 
     assert status == code
     assert {"kind": "Status", "status": "Failure", "code": code}.items() <= answer.items()
     assert words in answer["message"]
+
+
+@pytest.mark.parametrize("length", ["abc", "-5"])
+def test_a_length_that_is_no_number_gets_a_status(server, length):
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(f"POST /api HTTP/1.1\r\nContent-Length: {length}\r\n\r\n".encode())
+        answer = b"".join(iter(lambda: connection.recv(65536), b"")).decode()
+    assert answer.startswith("HTTP/1.1 400 ")
+    assert json.loads(answer.partition("\r\n\r\n")[2])["kind"] == "Status"
+
+
+@pytest.mark.parametrize(
+    "query, options", [("", {"dryRun": ["All"]}), ("?dryRun=All", {})], ids=["body", "query"]
+)
+def test_a_dry_run_deletes_nothing(server, query, options):
+    server.create(schedext("x"))
+    before = server.snapshot()
+    status, answer, _ = kubectl(server, "DELETE", f"{CUSTOM}/x{query}", options)
+    assert (status, answer["metadata"]["name"]) == (200, "x")
+    assert server.snapshot() == before
+
+
+@pytest.mark.parametrize("patch", [{"kind": "Pod"}, {"apiVersion": "v2"}], ids=json.dumps)
+def test_kind_and_api_version_cannot_change(server, patch):
+    server.create(schedext("x"))
+    status, answer, _ = kubectl(server, "PATCH", f"{CUSTOM}/x", patch, MERGE_PATCH)
+    assert (status, answer["reason"]) == (400, "BadRequest")
+    assert "cannot be handled as a SchedExt" in answer["message"]
+
+
+@pytest.mark.parametrize(
+    "most, words",
+    table("""
+    text: [abc, a valid percent string must be]
+    a fraction: [1.5%, a valid percent string must be]
+    nothing: ["", a valid percent string must be]
+    a number as text: ["5", a valid percent string must be]
+    zero: [0, cannot be 0 when maxSurge is 0]
+    zero percent: [0%, cannot be 0 when maxSurge is 0]
+    negative: [-1, must be greater than or equal to 0]
+    too much: [101%, must not be greater than 100%]
+    """),
+)
+def test_a_daemonset_with_a_wrong_max_unavailable_is_refused(server, most, words):
+    strategy = {"rollingUpdate": {"maxUnavailable": most}}
+    obj = merge(daemonset("x", "default"), {"spec": {"updateStrategy": strategy}})
+    status, answer, _ = kubectl(server, "POST", f"{APPS}/daemonsets", obj)
+    assert (status, answer["reason"]) == (422, "Invalid")
+    assert "spec.updateStrategy.rollingUpdate.maxUnavailable: " in answer["message"]
+    assert words in answer["message"]
+
+
+@pytest.mark.parametrize("most", ["abc", 0])
+def test_sked_reports_a_wrong_max_unavailable_as_rejected(world, server, most):
+    rejected = world.deploy("Rejected", updateStrategy={"rollingUpdate": {"maxUnavailable": most}})
+    assert "rollingUpdate.maxUnavailable: " in rejected["message"]
+
+
+@pytest.mark.parametrize(
+    "obj, path",
+    [
+        (schedext("x", nodeSelector={"": "x"}), CUSTOM),
+        (pod("x", nodeSelector={"": "x"}), f"{V1}/pods"),
+        (
+            merge(daemonset("x", "default"), in_template(nodeSelector={"": "x"})),
+            f"{APPS}/daemonsets",
+        ),
+    ],
+    ids=lambda value: value["kind"] if isinstance(value, dict) else "",
+)
+def test_a_node_selector_with_an_empty_key_is_refused(server, obj, path):
+    status, answer, _ = kubectl(server, "POST", path, obj)
+    assert status == 422
+    assert 'nodeSelector: Invalid value: "": name part must be non-empty' in answer["message"]
+
+
+def test_an_affinity_with_an_empty_key_is_refused(server):
+    terms = {"nodeSelectorTerms": [{"matchExpressions": [{"key": "", "operator": "Exists"}]}]}
+    node_affinity = {"requiredDuringSchedulingIgnoredDuringExecution": terms}
+    affine = in_template(affinity={"nodeAffinity": node_affinity})
+    obj = merge(daemonset("x", "default"), affine)
+    status, answer, _ = kubectl(server, "POST", f"{APPS}/daemonsets", obj)
+    assert status == 422
+    assert "key in body should be at least 1 chars long" in answer["message"]
+
+
+def test_the_selector_of_a_daemonset_matches_its_template_and_is_immutable(server):
+    selector = {"spec": {"selector": {"matchLabels": {"a": "b"}}}}
+    obj = merge(daemonset("x", "default"), selector)
+    status, answer, _ = kubectl(server, "POST", f"{APPS}/daemonsets", obj)
+    assert (status, answer["reason"]) == (422, "Invalid")
+    assert "`selector` does not match template `labels`" in answer["message"]
+    server.create(daemonset("x", "default"))
+    both = merge(selector, {"spec": {"template": {"metadata": {"labels": {"a": "b"}}}}})
+    status, answer, _ = kubectl(server, "PATCH", f"{APPS}/daemonsets/x", both, STRATEGIC)
+    assert (status, answer["reason"]) == (422, "Invalid")
+    assert answer["message"].endswith("field is immutable")
 
 
 @pytest.mark.parametrize("content", ["application/json-patch+json", STRATEGIC])
