@@ -803,6 +803,7 @@ COLUMNS = {
         column("Roles", lambda node: "<none>"),
         AGE,
         column("Version", ".status.nodeInfo.kubeletVersion"),
+        column("Kernel-Version", ".status.nodeInfo.kernelVersion", wide=True),
     ],
     "pods": [
         NAME,
@@ -1029,7 +1030,8 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         self.stopping = threading.Event()
         self.thawed = threading.Event()
         self.thawed.set()
-        self.folder = Path(tempfile.mkdtemp(prefix="sked-"))
+        self.temporary = tempfile.TemporaryDirectory(prefix="sked-")  # goes with the process, too
+        self.folder = Path(self.temporary.name)
         self.create({"kind": "Namespace", "metadata": {"name": "default"}})
         for obj in installed():
             self.create(obj)
@@ -1043,7 +1045,7 @@ class ApiServer(Client, contextlib.AbstractContextManager):
             fault.clear()
         self.thaw()
         self.stop_listening()
-        shutil.rmtree(self.folder)
+        self.temporary.cleanup()
 
     def kubeconfig(self, user: str, certificate: bool = False) -> Path:
         """The path of a kubeconfig for a user with a token or a client certificate."""
@@ -1166,6 +1168,14 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         if not user:
             raise Refusal(401, "Unauthorized", "Unauthorized")
         return user
+
+    def impersonate(self, user: str, other: str) -> str:
+        """The user as whom to act: kubectl --as asks for another one."""
+        asked = {"verbs": "impersonate", "apiGroups": "", "resources": "users"}
+        if not other or self.allowed(user, name=other, **asked):
+            return other or user
+        why = f'User "{USERS.get(user, user)}" cannot impersonate resource "users"'
+        raise Refusal(403, "Forbidden", f'users "{other}" is forbidden: {why} in API group ""')
 
     def rules(self, user: str) -> Iterator[tuple[str, dict]]:
         """(namespace or "" for all, rule) for every rule that is bound to the user."""
@@ -1585,9 +1595,12 @@ def discover(path: str, kinds: list[Resource]) -> dict | str:
         return {"paths": {root[1:]: {"serverRelativeURL": path + root} for root in roots}}
     if path == "/openapi/v2":  # asked by kubectl about kinds that v3 lacks: an empty protobuf
         return ""
+    if path in ("/healthz", "/livez", "/readyz"):
+        return "ok"
     root = path.removeprefix("/openapi/v3")
     if root not in roots:
-        raise not_served()
+        found = PATH.fullmatch(path)
+        raise not_served(found["plural"] if found else "")
     here = [kind for kind in kinds if kind.root == root]
     if root != path:
         return open_api(here)
@@ -1727,6 +1740,7 @@ class HttpHandler(http.server.BaseHTTPRequestHandler):
         api = self.server.api
         try:
             user = api.authenticate(self.token, self.connection.getpeercert() if api.tls else None)
+            user = api.impersonate(user, self.headers.get("Impersonate-User", ""))
             request = api.parse(self.command, self.path, user, self.headers)
             self.warnings = request.warnings
             content = api.serve(request, self.decode(body, request.kind))
@@ -1743,8 +1757,10 @@ class HttpHandler(http.server.BaseHTTPRequestHandler):
 
     def decode(self, body: bytes, kind: Resource | None) -> Any:
         """The object in a request. A new kubectl sends protobuf, which we read for namespaces."""
+        if not kind:
+            return {}  # not served, whatever is in it
         is_protobuf = body.startswith(PROTOBUF)
-        if is_protobuf and kind and kind.plural == "namespaces":
+        if is_protobuf and kind.plural == "namespaces":
             return read_namespace(body)
         try:
             return json.loads(body or "{}")
@@ -2198,7 +2214,7 @@ class Kubelets:
 
 
 LONGEST_BACKOFF_SECONDS = 300.0  # of a crash loop
-FIRST_WORDS = {"scx": "attached\n", "probe": "a scheduler is attached\n"}  # once it is ready
+FIRST_WORDS = {"scx": "attached\n"}  # once it is ready; a probe prints nothing
 LAST_WORDS = {  # of a container that fails, by the tag of the image
     "crash": "Failed to load BPF program",
     "idle": "no scheduler is attached: /sys/kernel/sched_ext/state is 'disabled'",
@@ -2270,7 +2286,9 @@ def log_of(pod: dict, query: dict[str, str]) -> str:
         raise Refusal(400, "BadRequest", f"{what} is waiting to start: {why}")
     elif "running" in status["state"] and status["ready"]:
         return "" if tag_of(pod) == "idle" else FIRST_WORDS.get(container, "")
-    return f"{final_words(pod)}\n" if container == culprit_of(pod) else ""
+    if container == "probe" or container != culprit_of(pod):
+        return ""  # a probe writes to its termination log instead
+    return f"{final_words(pod)}\n"
 
 
 def outdated(spec: dict, wanted: set, old: set, available: set) -> set[str]:
@@ -6632,10 +6650,12 @@ def kubectl(
     content: str = "application/json",
     accept: str = "application/json",
     token: str = "admin",
+    acting_as: str = "",
 ) -> tuple[int, Any, Any]:
     """Sends what kubectl sends; returns the answer's status, JSON (of a watch: one) and headers."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"Content-Type": content, "Accept": accept, "Authorization": f"Bearer {token}"}
+    headers |= {"Impersonate-User": acting_as} if acting_as else {}
     url = f"http://127.0.0.1:{server.port}{path}"
     with urllib3.PoolManager(retries=False, timeout=60) as pool:
         response = pool.request(method, url, headers=headers, body=data)
@@ -6760,7 +6780,8 @@ def test_kubectl_create_namespace_works(server):
             "exec": ("POST", f"{V1}/pods/x/exec?command=ls", b"", 404, "has no pods/exec"),
             "attach": ("GET", f"{V1}/pods/x/attach", b"", 404, "has no pods/attach"),
             "scale": ("GET", f"{APPS}/daemonsets/x/scale", b"", 404, "has no daemonsets/scale"),
-            "auth can-i": ("POST", REVIEWS_PATH, REVIEW, 415, "sends protobuf"),
+            "auth can-i": ("POST", REVIEWS_PATH, REVIEW, 404, "has no selfsubjectaccessreviews"),
+            "create deployment": ("POST", f"{APPS}/deployments", b"k8s\0", 404, "no deployments"),
             "create rolebinding": ("POST", BINDINGS, b"k8s\0", 415, "sends protobuf"),
             "get deployments": ("GET", f"{APPS}/deployments", b"", 404, "could not find"),
             "get --raw": ("GET", "/nonsense", b"", 404, "could not find the requested"),
@@ -6920,6 +6941,26 @@ def test_a_patch_of_an_unknown_type_gets_a_status_with_the_known_ones(server, co
     assert "application/merge-patch+json" in answer["message"]
 
 
+@pytest.mark.parametrize("path", ["/healthz", "/livez", "/readyz"])
+def test_the_stand_in_is_healthy(server, path):
+    assert kubectl(server, "GET", path)[:2] == (200, "ok")
+
+
+@pytest.mark.parametrize(
+    "token, acting_as, code, words",
+    [
+        ("admin", "system:serviceaccount:sked-system:sked-controller-manager", 200, ""),
+        ("admin", "alice", 403, 'User "alice" cannot list resource "schedexts"'),
+        ("nobody", "admin", 403, 'User "nobody" cannot impersonate resource "users"'),
+    ],
+    ids=["allowed", "alice", "nobody"],
+)
+def test_rbac_holds_for_whom_kubectl_impersonates(server, token, acting_as, code, words):
+    status, answer, _ = kubectl(server, "GET", CUSTOM, token=token, acting_as=acting_as)
+    assert status == code
+    assert words in answer.get("message", "")
+
+
 def test_a_wrong_token_is_unauthorized(server):
     status, answer, _ = kubectl(server, "GET", "/api", token="guess")
     assert (status, answer["reason"]) == (401, "Unauthorized")
@@ -6974,7 +7015,7 @@ def test_an_unknown_field_is_dropped_with_a_warning_if_validation_is_not_strict(
     - /apis/sked.schedkit.io/v1/schedexts
     - [Name, Image, Desired, Ready, Reason, Age, Message]
     pods: [/api/v1/pods, [Name, Ready, Status, Restarts, Age, Node]]
-    nodes: [/api/v1/nodes, [Name, Status, Roles, Age, Version]]
+    nodes: [/api/v1/nodes, [Name, Status, Roles, Age, Version, Kernel-Version]]
     events: [/api/v1/events, [Last Seen, Type, Reason, Object, Message]]
     """),
 )
@@ -6996,7 +7037,7 @@ def test_a_watch_shows_the_same_columns_as_the_first_table(server, kubelets, pat
     expected = {
         "schedexts": {"Image": RUSTY},
         "pods": {"Ready": "1/1", "Status": "Running", "Restarts": "0"},
-        "nodes": {"Status": "Ready"},
+        "nodes": {"Status": "Ready", "Kernel-Version": "6.12.0"},
         "events": {"Object": "schedext/x"},
     }
     assert expected[path.rpartition("/")[2]].items() <= shown.items()
@@ -7093,11 +7134,11 @@ def test_each_container_has_its_own_log_and_a_previous_one_only_after_a_restart(
         return answer["message"] if isinstance(answer, dict) else answer
 
     eventually(lambda: log("good", "container=scx") == "attached\n")
-    eventually(lambda: log("good", "container=probe") == "a scheduler is attached\n")
-    eventually(lambda: "no scheduler is attached" in log("idle", "container=probe&previous=true"))
+    eventually(lambda: kubelets.pods("idle"))
+    eventually(lambda: log("idle", "container=probe&previous=true") == "")
     eventually(lambda: log("bad", "previous=true") == "Failed to load BPF program\n")
     eventually(lambda: log("none").endswith("trying and failing to pull image"))
-    assert log("idle", "container=scx") == ""
+    assert log("idle", "container=scx") == log("good", "container=probe") == ""
     for name in ("good", "none"):
         words = r'previous terminated container "scx" in pod ".*" not found'
         assert re.fullmatch(words, log(name, "previous=true"))
@@ -7142,8 +7183,8 @@ def test_the_demos_objects_look_as_if_applied_so_that_kubectl_apply_does_not_war
 
 def test_the_demo_shows_each_act_and_leaves_no_exception(world, server, kubelets, capsys):
     kubelets.crash_seconds = (0.2, 0.2, 0.2)
-    for n in (1, 2, 3):
-        kubelets.add_node(f"node-{n}")
+    for name in NODES_OF_THE_DEMO:
+        kubelets.add_node(name)
     world.start()
     Demo(server, pause_seconds=0.0, ready_seconds=1).run()
     shown = capsys.readouterr().out
@@ -7186,6 +7227,39 @@ def test_ctrl_c_ends_the_demo_which_has_said_what_it_does_not_check():
     assert "kubectl set image ds/scx-rusty" in YOURS
 
 
+def test_the_demo_ends_quietly_when_nobody_reads_on(tmp_path):
+    env = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        DEMO, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as demo:
+        assert demo.stdout.readline().startswith("An API server with three nodes")
+        demo.stdout.close()
+        assert demo.stderr.read() == ""
+    assert demo.returncode == 0
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("moment", ["the server starts", "the demo runs"])
+def test_two_ctrl_c_leave_no_folder(tmp_path, moment):
+    env = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(DEMO, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as demo:
+        if moment == "the server starts":
+            eventually(lambda: list(tmp_path.iterdir()))
+        else:
+            demo.stdout.readline()
+        for _ in range(2):
+            demo.send_signal(signal.SIGINT)
+        shown = demo.communicate(timeout=60)[0].decode()
+    assert demo.returncode == 0
+    assert "Traceback" not in shown
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_demos_nodes_have_the_readmes_names(server):
+    named = set(re.findall(r"kubectl label node (\S+)", (HERE / "README.md").read_text() + YOURS))
+    assert named and named <= set(NODES_OF_THE_DEMO)
+
+
 TOO_OLD = "sked needs Python 3.10 or newer\n"
 OLD_PYTHON = "import sys; sys.version_info = (3, 9, 18, 'final', 0)"
 
@@ -7221,6 +7295,7 @@ def test_with_an_old_python_this_file_ends_with_one_sentence():
 # ---------------------------------------------------------------- python test_sked.py
 
 DEMO_SECONDS = 3
+NODES_OF_THE_DEMO = ("worker-1", "worker-2", "worker-3")  # as in README.md
 WELCOME = """An API server with three nodes: http://127.0.0.1:{port}. sked runs next to it.
 It does not evaluate the CRD's CEL rules, so it accepts some specs that a real cluster refuses.
 A scheduler is ready after it has stayed up for 10 s ({seconds} s in this demo).
@@ -7229,7 +7304,7 @@ YOURS = """Now it is yours, in another terminal, until you press Ctrl-C here:
   export KUBECONFIG={kubeconfig}
   kubectl get schedexts,daemonsets,pods
   kubectl describe schedext scx-rusty
-  kubectl label node node-1 pool=latency
+  kubectl label node worker-1 pool=latency
   kubectl delete schedext scx-lavd
 To see sked undo somebody's edit:
   kubectl set image ds/scx-rusty scx=evil/image:1
@@ -7317,9 +7392,9 @@ class Demo:
         self.patch("AllReady", sched=RUSTY)
 
         self.title("Another scheduler for one pool: pods on other nodes keep running (see AGE).")
-        print("$ kubectl label node node-3 pool=latency")
+        print("$ kubectl label node worker-3 pool=latency")
         pool = {"pool": "latency"}
-        self.server.patch("nodes", "", "node-3", {"metadata": {"labels": pool}})
+        self.server.patch("nodes", "", "worker-3", {"metadata": {"labels": pool}})
         self.apply("scx-lavd", "AllReady", sched=LAVD, nodeSelector=pool)
         self.get("schedexts")
         self.get("pods")
@@ -7331,15 +7406,36 @@ class Demo:
         self.get("schedexts")
 
 
+ENDS = (signal.SIGINT, signal.SIGTERM)
+
+
+def interrupt(*_: object) -> None:
+    """Ends the demo; a second Ctrl-C does not interrupt the end."""
+    for sent in ENDS:
+        signal.signal(sent, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def quiet_end() -> Iterator[None]:
+    """No traceback after Ctrl-C, or if nobody reads on, as in: python test_sked.py | head -3."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        pass
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="See sked work. Run the tests with pytest.")
     parser.add_argument("--once", action="store_true", help="exit after the demo")
     args = parser.parse_args(argv)
     logging.disable()
     sked.SETTLE_SECONDS = float(DEMO_SECONDS)
-    with contextlib.suppress(KeyboardInterrupt), ApiServer() as server:
-        for sent in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(sent, signal.default_int_handler)
+    for sent in ENDS:
+        signal.signal(sent, interrupt)
+    with quiet_end(), ApiServer() as server:
         operator = sked.Operator(connect(server.kubeconfig("sked")))
         try:
             demonstrate(server, operator, args.once)
@@ -7354,8 +7450,8 @@ def demonstrate(server: ApiServer, operator: sked.Operator, once: bool) -> None:
     server.anonymous = "admin"
     kubelets = Kubelets(server)
     kubelets.crash_seconds = (1.0, 2.0, 1.0)
-    for n in (1, 2, 3):
-        kubelets.add_node(f"node-{n}")
+    for name in NODES_OF_THE_DEMO:
+        kubelets.add_node(name)
     threading.Thread(target=operator.run, daemon=True).start()
     print(WELCOME.format(port=server.port, seconds=DEMO_SECONDS), flush=True)
     Demo(server, 0.0 if once else 2.0, DEMO_SECONDS).run()
