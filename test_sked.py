@@ -7239,20 +7239,39 @@ def test_the_demo_ends_quietly_when_nobody_reads_on(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("moment", ["the server starts", "the demo runs"])
-def test_two_ctrl_c_leave_no_folder(tmp_path, moment):
-    env = os.environ | {"TMPDIR": str(tmp_path)}
+CTRL_C_TWICE = """import os, signal, {module}
+
+real = {module}.{function}
+
+def interrupted(*args):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        os.kill(os.getpid(), signal.SIGINT)
+    return real(*args)
+
+{module}.{function} = interrupted
+"""
+
+
+@pytest.mark.parametrize(
+    "module, function",
+    [("threading", "Thread.start"), ("socketserver", "BaseServer.shutdown")],
+    ids=["while the server starts", "while the server stops"],
+)
+def test_a_second_ctrl_c_leaves_no_folder(tmp_path, module, function):
+    hook = CTRL_C_TWICE.format(module=module, function=function)
+    (tmp_path / "sitecustomize.py").write_text(hook)
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    env = os.environ | {"PYTHONPATH": str(tmp_path), "TMPDIR": str(folder)}
     with subprocess.Popen(DEMO, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as demo:
-        if moment == "the server starts":
-            eventually(lambda: list(tmp_path.iterdir()))
-        else:
-            demo.stdout.readline()
-        for _ in range(2):
+        if demo.stdout.readline():
             demo.send_signal(signal.SIGINT)
         shown = demo.communicate(timeout=60)[0].decode()
     assert demo.returncode == 0
     assert "Traceback" not in shown
-    assert not list(tmp_path.iterdir())
+    assert not list(folder.iterdir())
 
 
 def test_the_demos_nodes_have_the_readmes_names(server):
