@@ -901,8 +901,8 @@ class Operator:
             paths = ", ".join(overruled)
             log.info("%s/%s: admission changed %s of the DaemonSet; sked accepts that", *key, paths)
         paths = [path for path in changes if path not in overruled]
-        if not paths and not history.is_untouched(have):
-            paths = list(changes)  # the write changed them, though not to what we asked for
+        if not paths and generation_of(answer) > generation_of(have):
+            paths = list(changes)  # they are new, though admission made something else of them
         if paths and is_drift:
             history.repaired()
             self.report_drift(key, schedext, drift_sentence(have, paths))
