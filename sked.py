@@ -180,10 +180,12 @@ class Api:
         # The manager would look up the host's connections again for every request.
         self.pool = manager.connection_from_url(self.host)
         is_plain_proxy = self.pool.proxy and self.host.startswith("http:")
-        # in front of every path; a proxy for plain HTTP wants the whole URL
+        # Every path starts with this. A proxy for plain HTTP needs the whole URL.
         self.prefix = self.host if is_plain_proxy else urlsplit(self.host).path
         self.header_read_at = -inf
-        self.must_connect = False  # True once our credentials or certificates are out of date
+        # True once our credentials or certificates are out of date. This line is the last one: if
+        # another fails, the next request connects again.
+        self.must_connect = False
 
     def authorization(self) -> dict:
         """The header that says who we are. It may change: a file or a plugin renews the token."""
@@ -328,7 +330,7 @@ class Reflector(dict):
         return obj
 
     def group_of(self, item: Any) -> Any:
-        """What else an item can be looked up by."""
+        """The group in which an item can be found, too."""
         return ""
 
     def select(self, group: Any) -> list:
@@ -343,7 +345,7 @@ class Reflector(dict):
                 version = self.follow(version or self.fill())
             except ApiError as error:
                 version = ""  # list again
-                if error.status not in (404, 410):  # gone or too old: the next list will tell
+                if error.status not in (404, 410):  # these are no fault: the next list will tell
                     self.operator.fault(self.name, str(error))
             except Exception:
                 version = ""
@@ -367,8 +369,7 @@ class Reflector(dict):
             except ApiError as error:
                 if error.status != 404:
                     raise
-                deleted = dict.fromkeys(self)  # without the CRD there are no SchedExts
-                self.store(deleted)
+                self.store({key: None for key in self})  # without the CRD there are no SchedExts
                 raise ApiError(
                     0,
                     f"the API server has no {self.name}: "
@@ -377,7 +378,7 @@ class Reflector(dict):
             for obj in page.get("items") or ():
                 items[key_of(obj)] = self.keep(obj)
             more = query["continue"] = page["metadata"].get("continue")
-        deleted = dict.fromkeys(self.keys() - items.keys())
+        deleted = {key: None for key in self.keys() - items.keys()}
         self.store(items | deleted)
         self.filled.set()
         return page["metadata"]["resourceVersion"]
@@ -398,7 +399,7 @@ class Reflector(dict):
         return last
 
     def handle(self, event: dict) -> str:
-        """Take in one event of a watch. Returns its version."""
+        """Apply one event of a watch. Returns its version."""
         kind, obj = event["type"], event["object"]
         if kind == "ERROR":
             raise ApiError(obj["code"], obj["message"])
@@ -734,6 +735,10 @@ class Blocked(Exception):
         self.look_again = BLOCKED_SECONDS if look_again is None else look_again
 
 
+class SchedExtGone(Exception):
+    """The SchedExt in the cache no longer exists."""
+
+
 class Operator:
     """The caches, the queue, and the work on one key."""
 
@@ -744,7 +749,8 @@ class Operator:
         self.queue = WorkQueue()
         self.histories = defaultdict(History)  # by key
         self.beats = {}  # the last sign of life, by thread
-        self.faults = {}  # failures to reach the API server, by who met them
+        self.faults = {}  # failures to reach the API server, by reflector or key
+        self.refusals = {}  # the last refusal that was logged, by key
         self.lock = threading.Lock()
         self.schedexts = SchedExts(self, namespace)
         self.daemonsets = DaemonSets(self, namespace)
@@ -802,26 +808,37 @@ class Operator:
     def process(self, key: Key) -> None:
         """Reconcile a key and queue it again. All errors end here."""
         started = monotonic()
-        result = "success"
-        longest_wait = RETRY_SECONDS
+        who = "/".join(key)
+        result = "error"
         try:
-            self.queue.succeeded(key, self.reconcile(key))
-            self.recovered("/".join(key))
-        except Exception as error:
-            result = "error"
-            if not isinstance(error, ApiError):
-                log.exception("%s/%s: unexpected error", *key)
-            elif error.is_outage():  # logged once, however many keys it affects
-                self.fault("/".join(key), str(error))
-                longest_wait = RECONNECT_SECONDS
+            look_again = self.reconcile(key)
+        except ApiError as error:
+            if error.is_outage():  # logged once, however many keys it affects
+                self.fault(who, str(error))
+                self.queue.failed(key, RECONNECT_SECONDS)
             else:
-                self.recovered("/".join(key))
-                is_cache_behind = error.status in (404, 409)
-                result = "requeue" if is_cache_behind else "error"
-                if self.queue.attempts(key) == (PATIENCE if is_cache_behind else 0):
-                    log.warning("%s/%s: %s; trying again", *key, error)
-            self.queue.failed(key, longest_wait)
+                self.recovered(who)
+                if self.refused(key, error):
+                    result = "requeue"
+                self.queue.failed(key, RETRY_SECONDS)
+        except Exception:
+            log.exception("%s: unexpected error", who)
+            self.queue.failed(key, RETRY_SECONDS)
+        else:
+            result = "success"
+            self.recovered(who)
+            self.refusals.pop(key, None)
+            self.queue.succeeded(key, look_again)
         METRICS.reconciled(result, monotonic() - started)
+
+    def refused(self, key: Key, error: ApiError) -> bool:
+        """Log a refusal, once. Returns whether it should pass, because only a cache was behind."""
+        is_cache_behind = error.status in (404, 409)
+        should_pass = is_cache_behind and self.queue.attempts(key) < PATIENCE
+        if not should_pass and self.refusals.get(key) != str(error):
+            self.refusals[key] = str(error)
+            log.warning("%s/%s: %s; trying again", *key, error)
+        return is_cache_behind
 
     def reconcile(self, key: Key) -> float:
         """Make the DaemonSet and the status of one SchedExt what they should be.
@@ -836,21 +853,25 @@ class Operator:
                 log.info("%s/%s: deleted; the garbage collector will delete its DaemonSet", *key)
             return inf
         blocked = None
-        daemonset = self.daemonsets.get(key)  # for the status, if apply raises
+        daemonset = self.daemonsets.get(key)  # what the status describes if apply raises
         try:
             daemonset, wrote = self.apply(key, schedext)
             if wrote:
                 return GATHER_SECONDS  # the status follows when the controller has had a moment
+        except SchedExtGone:
+            return BLOCKED_SECONDS  # the watch will say so sooner
         except Blocked as error:
             blocked = error  # the status says why, and we look again
         except InvalidSpec as error:
-            # Only an edit can mend it, or the end of a pool that it has to yield to.
+            # Waiting does not mend it, but an edit does, or the end of a pool that it yields to.
             blocked = Blocked("Rejected", str(error))
         except ApiError as error:
-            # A refusal, or a fault that does not pass, belongs in the status. A namespace that is
-            # being deleted refuses everything, and its SchedExts are about to go.
-            is_lasting = error.status in (400, 403, 422) or self.queue.attempts(key) > PATIENCE
-            if not is_lasting or "is being terminated" in str(error):
+            # A refusal, or a fault that does not pass, belongs in the status. An outage ends by
+            # itself. A namespace that is being deleted refuses everything, and its SchedExts are
+            # about to go.
+            is_refusal = error.status in (400, 403, 422)
+            is_lasting = is_refusal or self.queue.attempts(key) > PATIENCE
+            if not is_lasting or error.is_outage() or "is being terminated" in str(error):
                 raise
             blocked = Blocked("Rejected", f"cannot apply the DaemonSet: {str(error)[:1000]}")
         view = self.look(key, schedext, daemonset or NO_DAEMONSET)
@@ -860,32 +881,33 @@ class Operator:
             if early > 0:
                 return early  # so that a rollout does not write the status for every pod
             self.write_status(key, schedext, status)
-        return max(GATHER_SECONDS, next_change_in(view, blocked))  # no busy loop
+        return max(GATHER_SECONDS, next_change_in(view, blocked))  # not at once: no busy loop
 
     def apply(self, key: Key, schedext: dict) -> tuple[dict, bool]:
         """The DaemonSet, and whether it has just been created or patched.
 
-        Raises Blocked if it must not be written now, InvalidSpec if there can be none, and ApiError
-        if the API server refuses or does not answer.
+        Raises Blocked if it must not be written now, InvalidSpec if there can be none, SchedExtGone
+        if the SchedExt no longer exists, and ApiError if the API server refuses or does not answer.
         """
         history = self.histories[key]
         want = owned_fields(schedext, list(self.schedexts.groups))  # by selector
         have = self.cached_or_fetched(key, schedext)
-        pods = []
         if have:
             check_control(schedext, have)  # what is not ours is never touched
-            pods = self.pods.select(have["metadata"]["uid"])
         target, changes = as_wanted(have, want)
-        if have and changes and should_be_parked(want, have, changes, pods, history):
-            # Its pods run what is wanted: they need not restart on the nodes that it keeps.
-            want = parked_form(want, have)
+        if have and changes:
+            # Pods that run what is wanted need not restart on the nodes that they keep.
+            pods = self.pods.select(have["metadata"]["uid"])
+            want = parked_if_possible(want, have, changes, pods, history)
             target, changes = as_wanted(have, want)
-        is_drift = history.is_drift(want, have)
+        is_drift = history.is_drift(want, have)  # if anything differs
         if is_drift and history.is_untouched(have):
             # The spec is as our own write left it, so admission made this of it: accepted.
+            target["spec"] = have["spec"]
             changes = outside_spec(changes)
         if not changes:
-            # After a restart of sked, this is how it knows later that a change was an edit.
+            # Remembered although we wrote nothing, so that a later difference counts as an edit
+            # also after a restart of sked.
             history.remember(want, have)
             return have, False
         if is_drift:
@@ -900,14 +922,14 @@ class Operator:
         if overruled and history.is_untouched(answer):
             paths = ", ".join(overruled)
             log.info("%s/%s: admission changed %s of the DaemonSet; sked accepts that", *key, paths)
-        paths = [path for path in changes if path not in overruled]
-        if not paths and generation_of(answer) > generation_of(have):
-            paths = list(changes)  # they are new, though admission made something else of them
-        if paths and is_drift:
-            history.repaired()
-            self.report_drift(key, schedext, drift_sentence(have, paths))
-        elif paths:
-            what = f"changed {', '.join(paths)} of" if have else "created"
+        took_effect = [path for path in changes if path not in overruled]
+        if not took_effect and generation_of(answer) > generation_of(have):
+            took_effect = list(changes)  # the spec did change, though not to what we asked for
+        if took_effect and is_drift:
+            repairs = history.repaired()
+            self.report_drift(key, schedext, drift_sentence(have, took_effect), repairs)
+        elif took_effect:
+            what = f"changed {', '.join(took_effect)} of" if have else "created"
             log.info("%s/%s: %s the DaemonSet", *key, what)
         return answer, True
 
@@ -924,7 +946,7 @@ class Operator:
         if found:
             is_doubtful = not controller_of(found) or history.is_ahead_of(found)
         else:
-            is_doubtful = bool(schedext["status"] or history.wanted)
+            is_doubtful = bool(schedext["status"]) or history.had_daemonset()
         if not is_doubtful and not self.queue.attempts(key):
             return found or {}
         found = self.api.get(path_to(DAEMONSETS, *key))
@@ -933,14 +955,14 @@ class Operator:
         return self.daemonsets.keep(found) if found else {}
 
     def check_existence(self, key: Key, schedext: dict) -> None:
-        """Raise an ApiError (404) if the SchedExt has been deleted, or is another one by now."""
-        there = self.api.request("GET", path_to(SCHEDEXTS, *key))["metadata"]
-        if there["uid"] != schedext["metadata"]["uid"] or "deletionTimestamp" in there:
-            raise ApiError(404, "the SchedExt was deleted")
+        """Raise SchedExtGone if the SchedExt has been deleted, or is another one by now."""
+        found = self.api.get(path_to(SCHEDEXTS, *key))
+        there = found["metadata"] if found else {}
+        if there.get("uid") != schedext["metadata"]["uid"] or "deletionTimestamp" in there:
+            raise SchedExtGone
 
-    def report_drift(self, key: Key, schedext: dict, drift: str) -> None:
-        """Log and send each repair, until they become a fight: then the status tells about it."""
-        repairs = self.histories[key].repairs
+    def report_drift(self, key: Key, schedext: dict, drift: str, repairs: int) -> None:
+        """Log a repair and send an event, until it is a fight: then the status tells about it."""
         if repairs > QUICK_REPAIRS + 1:
             return
         message = f"{drift}; sked has reverted it"
@@ -962,6 +984,7 @@ class Operator:
         desired, current = number(daemonset, DESIRED), number(daemonset, CURRENT)
         counts = (desired, current, number(daemonset, UPDATED))
         was_failing = condition(schedext["status"], "Ready").get("reason") == "NodesFailing"
+        steady = self.histories[key].note_counts(counts, was_failing)
         return View(
             schedext=schedext,
             daemonset=daemonset,
@@ -973,7 +996,7 @@ class Operator:
             up=len(up),
             settling=[wait for wait in waits if wait > 0],
             lacking=desired - current,
-            steady=self.histories[key].note_counts(counts, was_failing),
+            steady=steady,
         )
 
     def rivals(self, key: Key, failing: list[Pod], settle: float) -> dict:
@@ -1058,15 +1081,15 @@ def outside_spec(changes: dict) -> dict:
     return {path: value for path, value in changes.items() if path.startswith("metadata.")}
 
 
-def guard_for(changes: Iterable[str], is_drift: bool) -> str:
+def guard_for(changes: dict, is_drift: bool) -> str:
     """The field that guards a patch, see merge_patch.
 
-    Parking, moving and adopting were decided on what we saw, so nothing may have changed since.
-    The rest only must not hit another DaemonSet of the same name.
+    Parking, moving and adopting were decided on what we saw, so nothing may have changed since. The
+    same goes for labels: they have no generation that would tell of an edit in between. The rest
+    only must not hit another DaemonSet of the same name.
     """
-    parks_or_adopts = PARKED_PATH in changes or "metadata.ownerReferences" in changes
     moves = not is_drift and not PLACEMENT.isdisjoint(changes)
-    return "resourceVersion" if parks_or_adopts or moves else "uid"
+    return "resourceVersion" if moves or outside_spec(changes) else "uid"
 
 
 def check_control(schedext: dict, daemonset: dict) -> None:
@@ -1094,18 +1117,19 @@ def check_control(schedext: dict, daemonset: dict) -> None:
 # ---------------------------------------------------------------- what sked remembers
 
 QUICK_REPAIRS = 6  # made at once; after that it is a fight, and sked pauses between repairs
+QUIET_SECONDS = 60.0  # after this long without a repair, a fight is over
 
 
 class History:
     """What sked did and saw for one SchedExt. A restart loses it, which costs at most one patch."""
 
     def __init__(self) -> None:
-        # The last DaemonSet that we wrote or found as wanted: what we wanted, as JSON, which takes
-        # a third of a dict's memory, and what it was then.
+        # What we wanted when we last wrote the DaemonSet or found it as wanted. JSON takes a third
+        # of a dict's memory.
         self.wanted = ""
-        self.uid = ""
-        self.generation = 0
-        self.is_ours_alone = True  # False if it has an edit of another client, too
+        self.uid = ""  # of the DaemonSet at that moment
+        self.generation = 0  # likewise
+        self.is_ours_alone = True  # False if an edit came between our look and our write
         self.repairs = 0  # in a row
         self.next_repair = -inf  # the earliest time for another one
         self.wrote_at = -inf  # when we last wrote the DaemonSet or the status
@@ -1127,6 +1151,10 @@ class History:
         self.generation = generation_of(daemonset)
         self.is_ours_alone = True
 
+    def had_daemonset(self) -> bool:
+        """Whether there has been a DaemonSet as wanted."""
+        return bool(self.wanted)
+
     def wanted_before(self, want: dict) -> bool:
         return self.wanted == json.dumps(want)
 
@@ -1140,9 +1168,9 @@ class History:
         return annotation(last, PARKED) if last else None
 
     def is_drift(self, want: dict, have: dict) -> bool:
-        """Whether someone else has made the difference between the two, if there is one.
+        """Whether a difference between the two is someone else's doing.
 
-        That is so if we wanted the same before, or if the DaemonSet that we made for this SchedExt
+        It is if we wanted the same before, or if the DaemonSet that we made for this SchedExt
         is gone.
         """
         if have:
@@ -1152,23 +1180,24 @@ class History:
         return owners == want["metadata"]["ownerReferences"]
 
     def is_ahead_of(self, daemonset: dict) -> bool:
-        """Whether we have written the DaemonSet since."""
+        """Whether this copy of the DaemonSet is older than our last write."""
         is_same = self.uid == daemonset["metadata"]["uid"]
         return is_same and self.generation > generation_of(daemonset)
 
     def is_untouched(self, daemonset: dict) -> bool:
-        """Whether nobody else has changed the DaemonSet's spec since."""
+        """Whether the DaemonSet's spec is still as we last wrote or found it."""
         is_same = bool(daemonset) and self.uid == daemonset["metadata"]["uid"]
         return is_same and self.is_ours_alone and self.generation == generation_of(daemonset)
 
-    def repaired(self) -> None:
-        """Note that our last write was a repair."""
-        if self.wrote_at > self.next_repair + BLOCKED_SECONDS:
-            self.repairs = 0  # it was quiet for a minute
+    def repaired(self) -> int:
+        """Note that our last write was a repair. Returns how many there were in a row."""
+        if self.wrote_at > self.next_repair + QUIET_SECONDS:
+            self.repairs = 0
         self.repairs += 1
         self.next_repair = self.wrote_at
         if self.repairs > QUICK_REPAIRS:
             self.next_repair += backoff(self.repairs - QUICK_REPAIRS, RETRY_SECONDS)
+        return self.repairs
 
     def check_pace(self, drift: str) -> None:
         """Raise Blocked if it is too soon for another repair.
@@ -1178,8 +1207,8 @@ class History:
         """
         wait = self.next_repair - monotonic()
         if wait > 0:
-            words = f"{drift} again; sked has reverted it {self.repairs} times and is backing off"
-            raise Blocked("RollingOut", words, wait)
+            message = f"{drift} again; sked has reverted it {self.repairs} times and is backing off"
+            raise Blocked("RollingOut", message, wait)
 
     def wrote(self) -> None:
         """Note a write, of the DaemonSet or of the status."""
@@ -1416,7 +1445,7 @@ def as_wanted(have: dict, want: dict, path: str = "") -> tuple[dict, dict]:
             changes |= inner
         elif here == CONTAINERS:
             there = by_name(theirs)
-            removed = dict.fromkeys(there)  # None removes a container
+            removed = {container: None for container in there}
             merged, inner = as_wanted(there, removed | by_name(mine), f"{here}.")
             target[name] = list(merged.values())
             changes |= inner
@@ -1479,7 +1508,6 @@ def merge_patch(have: dict, target: dict, guard: str = "resourceVersion") -> dic
 
 MAX_TERMS = 100  # of a node affinity
 PLACEMENT = {"spec.template.spec.nodeSelector", "spec.template.spec.affinity"}
-PARKED_PATH = f"metadata.annotations.{PARKED}"
 
 
 def selector_of(schedext: dict) -> Selector:
@@ -1527,38 +1555,6 @@ def not_in(pairs: Selector) -> dict:
     }
 
 
-def should_be_parked(
-    want: dict, have: dict, changes: dict, pods: list[Pod], history: History
-) -> bool:
-    """Whether the DaemonSet is to be parked, so that no pod restarts on the nodes that it keeps.
-
-    A change of the placement only says who gets which node, so running pods need not follow it:
-    the DaemonSet controller removes and adds them whatever the strategy. A parked DaemonSet
-    therefore has the strategy OnDelete, and in an annotation the fingerprint of what all its pods
-    run. Raises Blocked until the controller has observed the last change.
-    """
-    marks = {annotation(have, PARKED), history.parked_as()} - {None}
-    if marks:
-        # It stays parked as long as its pods run what is wanted, whatever the nodes are doing and
-        # also if the annotation was removed. Otherwise the wanted strategy comes back, and all
-        # pods follow.
-        return fingerprint(want, have) in marks
-    if not only_placement_is_new(want, have, changes, history):
-        return False  # the pods have to restart, or it is drift: a plain patch
-    if not is_observed(have):
-        # The counts and pods are those of an earlier template.
-        raise Blocked("RollingOut", "waiting for the DaemonSet controller", GATHER_SECONDS)
-    # In the middle of a rollout, parking would leave the old pods as they are.
-    return is_rolled_out(have, pods)
-
-
-def parked_form(want: dict, have: dict) -> dict:
-    return want | {
-        "metadata": want["metadata"] | {"annotations": {PARKED: fingerprint(want, have)}},
-        "spec": want["spec"] | {"updateStrategy": {"type": "OnDelete"}},
-    }
-
-
 def only_placement_is_new(want: dict, have: dict, changes: dict, history: History) -> bool:
     """Whether we want another placement than before, and nothing else of the template is new.
 
@@ -1571,8 +1567,8 @@ def only_placement_is_new(want: dict, have: dict, changes: dict, history: Histor
     if last and placement_of(want) == placement_of(last):
         return False
     if history.is_untouched(have):
-        # What else differs, admission made of our last write: compare what we want with what we
-        # wanted then.
+        # Any other difference is admission's. So we compare our wish with our last one, not with
+        # what is there.
         return fingerprint(want, have) == fingerprint(last, have)
     template_changes = {path for path in changes if path.startswith("spec.template.")}
     return template_changes <= PLACEMENT
@@ -1584,9 +1580,11 @@ def placement_of(want: dict) -> list:
 
 
 def is_rolled_out(daemonset: dict, pods: list[Pod]) -> bool:
-    """Whether all pods are of the current template, by the counts or by the pods themselves.
+    """Whether all pods are of the current template.
 
-    Neither is enough alone: the counts may lag, and leave out lost and tainted nodes.
+    The counts of the status tell, unless there are pods on lost or tainted nodes: the counts leave
+    those out, and they may lag. Then all pods must be of one revision, and the counts or one of the
+    pods must show that it is the current one.
     """
     current, updated = number(daemonset, CURRENT), number(daemonset, UPDATED)
     misscheduled = number(daemonset, "numberMisscheduled")
@@ -1615,6 +1613,38 @@ def fingerprint(want: dict, have: dict) -> str:
     }
     runs["restart"] = annotation(have["spec"]["template"], "kubectl.kubernetes.io/restartedAt")
     return hashlib.sha256(json.dumps(runs, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def parked_if_possible(
+    want: dict, have: dict, changes: dict, pods: list[Pod], history: History
+) -> dict:
+    """What we want, in parked form if no pod has to restart on the nodes that it keeps.
+
+    A change of the placement only says who gets which node, so running pods need not follow it:
+    the DaemonSet controller removes and adds them whatever the strategy. A parked DaemonSet
+    therefore has the strategy OnDelete, and in an annotation the fingerprint of what all its pods
+    run. Raises Blocked until the controller has observed the last change.
+    """
+    parked_as = {annotation(have, PARKED), history.parked_as()} - {None}
+    if parked_as:
+        # It stays parked as long as its pods run what is wanted, whatever the nodes are doing and
+        # also if only the annotation was removed. Otherwise the wanted strategy comes back, and
+        # all pods follow.
+        return parked_form(want, have) if fingerprint(want, have) in parked_as else want
+    if not only_placement_is_new(want, have, changes, history):
+        return want  # the pods have to restart, or it is drift: a plain patch
+    if not is_observed(have):
+        # The counts and pods are those of an earlier template.
+        raise Blocked("RollingOut", "waiting for the DaemonSet controller", GATHER_SECONDS)
+    # In the middle of a rollout, parking would leave the old pods as they are.
+    return parked_form(want, have) if is_rolled_out(have, pods) else want
+
+
+def parked_form(want: dict, have: dict) -> dict:
+    return want | {
+        "metadata": want["metadata"] | {"annotations": {PARKED: fingerprint(want, have)}},
+        "spec": want["spec"] | {"updateStrategy": {"type": "OnDelete"}},
+    }
 
 
 # ---------------------------------------------------------------- status
@@ -1659,7 +1689,8 @@ def build_status(view: View, blocked: Blocked | None, now: str) -> dict:
         reason, message = blocked.reason, str(blocked)
     else:
         reason, message = ready_reason(view, nodes, failures)
-    states = {"Ready": str(reason in ("AllReady", "Suspended"))}
+    is_ready = reason in ("AllReady", "Suspended")
+    states = {"Ready": "True" if is_ready else "False"}
     if reason in STALLING:
         states["Stalled"] = "True"  # else GitOps tools would wait forever
     conditions = [c for c in old.get("conditions", ()) if c["type"] not in ("Ready", "Stalled")]
@@ -1706,7 +1737,7 @@ def build_failures(view: View) -> list:
 
 
 def count_nodes(view: View, failing: int) -> dict:
-    """The DaemonSet says how many nodes there are; the pods, which have settled and which fail."""
+    """The DaemonSet's status counts the nodes; the pods show which have settled and which fail."""
     up = min(view.up, number(view.daemonset, "numberReady"))
     if view.steady >= SETTLE_SECONDS:
         failing += view.lacking

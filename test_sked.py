@@ -2459,6 +2459,7 @@ HURRY = {
     "GATHER_SECONDS": 0.1,
     "SETTLE_SECONDS": 0.3,
     "BLOCKED_SECONDS": 0.5,
+    "QUIET_SECONDS": 0.5,
     "EVENT_SECONDS": 0.5,
 }
 
@@ -3191,15 +3192,18 @@ def test_a_failure_is_logged_once_and_a_cache_that_is_behind_only_if_it_stays_so
     assert logged == [0] * silent + [1] * (8 - silent)
 
 
-def test_the_end_of_an_outage_is_logged_even_if_the_next_answer_is_a_refusal(mocker, caplog):
+def test_after_an_outage_its_end_is_logged_and_the_refusal_that_follows(mocker, caplog):
     caplog.set_level("INFO")
     operator = sked.Operator(mocker.Mock())
-    errors = [sked.ApiError(0, "down"), sked.ApiError(403, "forbidden")]
-    mocker.patch.object(operator, "reconcile", side_effect=errors)
-    for _ in errors:
+    refusal = sked.ApiError(403, "forbidden")
+    outcomes = [sked.ApiError(0, "down"), refusal, refusal, math.inf, refusal]
+    mocker.patch.object(operator, "reconcile", side_effect=outcomes)
+    for _ in outcomes:
         operator.queue.busy.add(ONE)
         operator.process(ONE)
-    assert caplog.messages[:2] == ["down; trying again", "the API server answers again"]
+    refused = "default/one: forbidden; trying again"
+    ended = "the API server answers again"
+    assert caplog.messages == ["down; trying again", ended, refused, refused]
 
 
 def test_a_new_list_of_what_a_watch_has_brought_queues_nothing(world, server):
@@ -3375,6 +3379,16 @@ def test_repeated_server_errors_are_reported_as_rejected(world, server):
     assert events == ["Rejected"]  # the late creation is not reported as drift
 
 
+def test_an_outage_is_not_reported_as_rejected_however_long_it_lasts(world, server):
+    down = server.fault("POST", "/daemonsets", None, status=503)
+    world.start()
+    world.add()
+    eventually(lambda: down.hits > 8)
+    assert "status" not in world.get()
+    down.clear()
+    world.expect("RollingOut")
+
+
 def test_no_status_is_written_in_a_terminating_namespace(world, server):
     why = "unable to create new content in namespace default because it is being terminated"
     server.webhook = admission("create daemonsets", refuse("", why))
@@ -3530,6 +3544,23 @@ def test_an_edit_that_slips_in_before_a_patch_is_undone_and_not_taken_for_admiss
     eventually(lambda: drift_events(server))
     assert (world.image(), pod_spec(world.made()).get("hostPID")) == (LAVD, None)
     assert "admission" not in caplog.text
+
+
+def test_so_is_one_that_slips_in_before_a_label_is_put_back(world, server, fleet, mocker):
+    eventually(world.is_idle)
+    write = world.operator.write
+    edits = [in_template(hostPID=True)]
+
+    def write_late(method, path, body, timeout=None):
+        if "/daemonsets/" in path and edits:
+            world.drift(edits.pop())
+        return write(method, path, body, timeout)
+
+    mocker.patch.object(world.operator, "write", side_effect=write_late)
+    world.drift({"metadata": {"labels": {"managed-by": None}}})
+    eventually(lambda: drift_events(server))
+    eventually(lambda: "hostPID" not in pod_spec(world.made()))
+    assert world.made()["metadata"]["labels"] == {"managed-by": "sked-controller"}
 
 
 class Script(contextlib.AbstractContextManager):
@@ -3700,6 +3731,19 @@ def test_under_such_a_policy_somebody_elses_field_is_not_called_drift(world, ser
     world.expect("AllReady")
     assert "backing off" not in str(world.messages())
     assert drift_events(server) == []
+
+
+def test_a_lost_label_comes_back_alone_where_a_policy_applies_to_new_daemonsets_only(
+    world, server, kubelets
+):
+    server.webhook = admission("create daemonsets", to_mirror)
+    kubelets.add_node("a")
+    world.deploy("AllReady")
+    before = world.made()["spec"]
+    world.drift({"metadata": {"labels": {"managed-by": None}}})
+    eventually(lambda: drift_events(server))
+    assert world.made()["metadata"]["labels"] == {"managed-by": "sked-controller"}
+    assert world.made()["spec"] == before
 
 
 def test_a_policy_that_comes_later_restarts_nobody_and_a_restart_writes_nothing(
@@ -4264,7 +4308,9 @@ def parked(selector: str, **spec: Any) -> dict:
 def parks(want: dict, have: dict, pods: list[str], history: sked.History | None = None) -> bool:
     """Whether sked parks a DaemonSet, or leaves it parked; by default after a restart of sked."""
     _, changes = sked.as_wanted(have, want)
-    return sked.should_be_parked(want, have, changes, pods_of(pods), history or sked.History())
+    history = history or sked.History()
+    form = sked.parked_if_possible(want, have, changes, pods_of(pods), history)
+    return form["spec"]["updateStrategy"] == {"type": "OnDelete"}
 
 
 def test_parking_changes_the_strategy_and_the_annotation_and_nothing_else():
