@@ -315,7 +315,10 @@ NAME_RULES = {  # what a name must match, and the API server's words if it does 
 
 
 def check_name(kind: Resource, name: str) -> None:
-    pattern = LABEL if kind.plural == "namespaces" else SUBDOMAIN
+    pattern, longest = (LABEL, 63) if kind.plural == "namespaces" else (SUBDOMAIN, 253)
+    if len(name) > longest:
+        words = f"must be no more than {longest} bytes"
+        raise kind.invalid(name, f"metadata.name: Invalid value: {json.dumps(name)}: {words}")
     if kind.group != RBAC and not re.fullmatch(pattern, name):
         words = f"a lowercase RFC 1123 {NAME_RULES[pattern]}, regex used for validation is"
         cause = f"metadata.name: Invalid value: {json.dumps(name)}: {words} '{pattern}')"
@@ -376,37 +379,69 @@ def list_of(items: dict) -> dict:
 
 TEXT = {"type": "string"}
 TEXTS = {"type": "object", "additionalProperties": TEXT}
-OWNER = shape("kind name uid", kind=TEXT, name=TEXT, uid=TEXT)
-META = shape(labels=TEXTS, annotations=TEXTS, ownerReferences=list_of(OWNER))
-CONTAINERS = list_of(shape("name image", name=TEXT, image=TEXT))
 KEY = {"type": "string", "minLength": 1}
+LABEL_VALUE = TEXT | {"maxLength": 63, "pattern": "^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$"}
+LABELS = {"type": "object", "additionalProperties": LABEL_VALUE}
+OWNER = shape("kind name uid", kind=TEXT, name=TEXT, uid=TEXT)
+META = shape(
+    labels=LABELS,
+    annotations=TEXTS,
+    finalizers=list_of(TEXT),
+    managedFields=list_of(shape()),
+    ownerReferences=list_of(OWNER),
+)
+CONTAINER = shape(
+    "name image",
+    name=KEY,
+    image=KEY,
+    env=list_of(shape("name", name=KEY, value=TEXT, valueFrom=shape())),
+    imagePullPolicy={"type": "string", "enum": ["Always", "IfNotPresent", "Never"]},
+    resources=shape(),
+)
 EXPRESSION = shape("key operator", key=KEY, operator=TEXT, values=list_of(TEXT))
 NODE_TERM = shape(matchExpressions=list_of(EXPRESSION))
 NODE_TERMS = shape("nodeSelectorTerms", nodeSelectorTerms=list_of(NODE_TERM))
 NODES = shape(nodeAffinity=shape(requiredDuringSchedulingIgnoredDuringExecution=NODE_TERMS))
 POD_SPEC = shape(
     "containers",
-    containers=CONTAINERS,
+    containers=list_of(CONTAINER),
+    hostPID={"type": "boolean"},
     nodeSelector=TEXTS,
     affinity=NODES,
     tolerations=list_of(shape()),
 )
 TAINTS = list_of(shape("key effect", key=TEXT, effect=TEXT))
-SELECTOR = shape("matchLabels", matchLabels=TEXTS)
+SELECTOR = shape("matchLabels", matchLabels=LABELS)
+STRATEGY = {"type": "string", "enum": ["OnDelete", "RollingUpdate"]}
 ROLLING = shape(maxUnavailable={"x-kubernetes-int-or-string": True})
 TEMPLATE = shape("metadata spec", metadata=META | {"required": ["labels"]}, spec=POD_SPEC)
 DAEMONSET_SPEC = shape(
     "selector template",
     selector=SELECTOR,
     template=TEMPLATE,
-    minReadySeconds={"type": "integer"},
-    updateStrategy=shape(type=TEXT, rollingUpdate=ROLLING),
+    minReadySeconds={"type": "integer", "minimum": 0},
+    updateStrategy=shape(type=STRATEGY, rollingUpdate=ROLLING),
+)
+CONTAINER_STATUS = shape(
+    "name ready restartCount state",
+    name=TEXT,
+    ready={"type": "boolean"},
+    restartCount={"type": "integer"},
+    state=shape(),
+    lastState=shape(),
+)
+POD_STATUS = shape(
+    phase=TEXT,
+    conditions=list_of(shape("type status")),
+    containerStatuses=list_of(CONTAINER_STATUS),
 )
 BINDING = shape("roleRef", roleRef=shape("kind name"), subjects=list_of(shape("kind name")))
 SHAPES = {  # what must be right in built-in objects for this file to understand them
-    "nodes": shape(spec=shape(taints=TAINTS)),
-    "pods": shape("spec", spec=POD_SPEC),
-    "daemonsets": shape("spec", spec=DAEMONSET_SPEC),
+    "nodes": shape(
+        spec=shape(taints=TAINTS), status=shape(conditions=list_of(shape("type status")))
+    ),
+    "pods": shape("spec", spec=POD_SPEC, status=POD_STATUS),
+    "daemonsets": shape("spec", spec=DAEMONSET_SPEC, status=shape()),
     "events": shape("involvedObject", involvedObject=shape("kind name", kind=TEXT, name=TEXT)),
     "clusterrolebindings": BINDING,
     "rolebindings": BINDING,
@@ -421,6 +456,15 @@ def check_body(body: Any) -> None:
     for name in ("name", "generateName", "namespace", "uid", "resourceVersion"):
         if not isinstance(body.get("metadata", {}).get(name), (str, type(None))):
             raise Refusal(400, "BadRequest", f"metadata.{name} is not a string")
+
+
+def check_identity(request: Request, obj: dict) -> None:
+    """Refuses an object that is not the one of the request's path."""
+    for part, source in {"name": "URL", "namespace": "request"}.items():
+        mine, asked = obj.get("metadata", {}).get(part) or "", getattr(request, part)
+        if mine != asked and (mine or part == "name"):
+            words = f"the {part} of the object ({mine}) does not match the {part} on the {source}"
+            raise Refusal(400, "BadRequest", f"{words} ({asked})")
 
 
 PERCENT = "a valid percent string must be a numeric string followed by an ending '%' (e.g. '1%')"
@@ -457,11 +501,28 @@ def broken_selector(spec: dict, old: dict | None) -> Iterator[str]:
         yield f"spec.selector: Invalid value: {json.dumps(selector)}: field is immutable"
 
 
-NODE_SELECTORS = {  # where to find a selector of nodes; its keys are the user's
+LABEL_MAPS = {  # where to find labels, besides the metadata
     "pods": ".spec.nodeSelector",
     "schedexts": ".spec.nodeSelector",
     "daemonsets": ".spec.template.spec.nodeSelector",
 }
+LABEL_NAME = "([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9]"
+
+
+def broken_keys(labels: dict, at: str) -> Iterator[str]:
+    """What is wrong with the keys of labels or annotations, in the API server's words."""
+    for key in labels:
+        prefix, slash, name = key.rpartition("/")
+        words = "prefix part must be a DNS subdomain"
+        if not name:
+            words = "name part must be non-empty"
+        elif len(name) > 63:
+            words = "name part must be no more than 63 bytes"
+        elif not re.fullmatch(LABEL_NAME, name):
+            words = "name part must consist of alphanumeric characters, '-', '_' or '.'"
+        elif not slash or re.fullmatch(SUBDOMAIN, prefix.lower()):
+            continue
+        yield f"{at}: Invalid value: {json.dumps(key)}: {words}"
 
 
 def broken_limits(schema: dict, value: Any, at: str) -> Iterator[str]:
@@ -642,6 +703,9 @@ def strategic_merge(old: Any, patch: Any, field: str = "") -> Any:
 def merge_items(old: list[dict], patch: list[dict], key: str) -> list[dict]:
     items = {item[key]: item for item in old}
     for change in patch:
+        if not isinstance(change, dict) or key not in change:
+            words = f"{json.dumps(change)} does not contain declared merge key: {key}"
+            raise Refusal(400, "BadRequest", words)
         name = change[key]
         if change.get("$patch") == "delete":
             items.pop(name, None)
@@ -1405,19 +1469,18 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         return self.commit(request, "ADDED", self.admit(request, obj, None), None)
 
     def do_update(self, request: Request, obj: dict) -> dict:
-        """For leases: a PUT creates one, or replaces it if the version is given."""
-        meta = obj.get("metadata", {})
-        version, name = meta.get("resourceVersion"), meta.get("name")
-        if name != request.name:
-            words = f"the name of the object ({name or ''}) does not match the name on the URL"
-            raise Refusal(400, "BadRequest", f"{words} ({request.name})")
-        if (request.namespace, request.name) in self.objects[request.resource]:
+        """Replaces an object. If the version is not given, a PUT creates a lease."""
+        check_identity(request, obj)
+        version = obj["metadata"].get("resourceVersion")
+        is_there = (request.namespace, request.name) in self.objects[request.resource]
+        if is_there or request.resource != "leases":
+            old = self.find(request)
             if not version:
                 cause = (
                     "metadata.resourceVersion: Invalid value: 0: must be specified for an update"
                 )
                 raise request.kind.invalid(request.name, cause)
-            return self.replace(request, self.find(request), obj)
+            return self.replace(request, old, obj)
         if version:
             raise request.kind.conflict(request.name)
         request.status = 201
@@ -1425,7 +1488,10 @@ class ApiServer(Client, contextlib.AbstractContextManager):
 
     def do_patch(self, request: Request, patch: dict) -> dict:
         old = self.find(request)
-        return self.replace(request, old, request.merge(old, patch))
+        new = request.merge(old, patch)
+        check_body(new)
+        check_identity(request, new)
+        return self.replace(request, old, new)
 
     def replace(self, request: Request, old: dict, new: dict) -> dict:
         """Replaces the old state with the new one, as far as the request may change it."""
@@ -1485,9 +1551,11 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         if kind.plural == "daemonsets":
             yield from broken_strategy(obj["spec"])
             yield from broken_selector(obj["spec"], old)
-        path = NODE_SELECTORS.get(kind.plural)
-        if path and (self.validate or not kind.custom) and "" in (dig(obj, path) or {}):
-            yield f'{path[1:]}: Invalid value: "": name part must be non-empty'
+        paths = [".metadata.labels", ".metadata.annotations"]
+        if kind.plural in LABEL_MAPS and (self.validate or not kind.custom):
+            paths.append(LABEL_MAPS[kind.plural])
+        for path in paths:
+            yield from broken_keys(dig(obj, path) or {}, path[1:])
 
     def do_delete(self, request: Request, options: dict) -> dict:
         obj = self.find(request)
@@ -1495,6 +1563,8 @@ class ApiServer(Client, contextlib.AbstractContextManager):
             words = 'namespaces "default" is forbidden: this namespace may not be deleted'
             raise Refusal(403, "Forbidden", words)
         if not (options.get("dryRun") or "dryRun" in request.query):
+            if options.get("propagationPolicy") == "Orphan":
+                self.orphan_dependents(obj["metadata"]["uid"])
             self.remove(obj, at_once=options.get("gracePeriodSeconds") == 0)
         return obj
 
@@ -1513,6 +1583,17 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         elif "deletionTimestamp" not in meta:
             marked = obj | {"metadata": meta | {"deletionTimestamp": now()}}
             self.commit(request, "MODIFIED", marked, obj)
+
+    def orphan_dependents(self, uid: str) -> None:
+        """Removes an owner from everything that it owns."""
+        for obj in [obj for objs in self.objects.values() for obj in objs.values()]:
+            owners = obj["metadata"].get("ownerReferences", [])
+            others = [owner for owner in owners if owner["uid"] != uid]
+            if others != owners:
+                orphan = obj | {"metadata": obj["metadata"] | {"ownerReferences": others}}
+                self.commit(
+                    Request("PATCH", "", "", kind=self.kind_of(obj)), "MODIFIED", orphan, obj
+                )
 
     def contents(self, obj: dict) -> list[dict]:
         """What goes with an object: a namespace's objects, or those of a CRD."""
@@ -7047,6 +7128,92 @@ def test_what_a_real_api_server_refuses_is_refused_in_its_words(server, obj, cod
     assert server.list("schedexts") == []
 
 
+@cases(
+    "plural, sub, patch, code, words",
+    """
+    a container without a name:
+      plural: daemonsets
+      patch: {spec: {template: {spec: {containers: [{image: x}]}}}}
+      code: 400
+      words: "does not contain declared merge key: name"
+    a container without an image:
+      plural: daemonsets
+      patch: {spec: {template: {spec: {containers: [{name: scx, image: ""}]}}}}
+      code: 422
+      words: "image in body should be at least 1 chars long"
+    an unknown strategy:
+      plural: daemonsets
+      patch: {spec: {updateStrategy: {type: Never}}}
+      code: 422
+      words: 'Unsupported value: "Never"'
+    text instead of a status:
+      plural: pods
+      sub: status
+      patch: {status: foo}
+      code: 422
+      words: must be of type object
+    text instead of conditions:
+      plural: pods
+      sub: status
+      patch: {status: {conditions: foo}}
+      code: 422
+      words: must be of type array
+    another name:
+      plural: nodes
+      patch: {metadata: {name: y}}
+      code: 400
+      words: "the name of the object (y) does not match the name on the URL (x)"
+    a label key with a blank:
+      plural: nodes
+      patch: {metadata: {labels: {bad key: "1"}}}
+      code: 422
+      words: name part must consist of alphanumeric characters
+    a label value with a blank:
+      plural: nodes
+      patch: {metadata: {labels: {a: b c}}}
+      code: 422
+      words: metadata.labels.a in body should match
+    a long label:
+      plural: daemonsets
+      patch: {metadata: {labels: {a: LONG}}}
+      code: 422
+      words: may not be more than 63 bytes
+    finalizers that are not a list:
+      plural: nodes
+      patch: {metadata: {finalizers: x}}
+      code: 422
+      words: must be of type array
+    """.replace("LONG", "x" * 64),
+    sub="",
+)
+def test_a_patch_that_a_real_api_server_refuses_is_refused_and_changes_nothing(
+    server, plural, sub, patch, code, words
+):
+    server.create({"kind": "Node", "metadata": {"name": "x"}})
+    server.create(daemonset("x", "default"))
+    server.create(pod("x"))
+    path = server.resources[plural].path("default", "x", sub)
+    before = server.version
+    status, answer, _ = kubectl(server, "PATCH", path, patch, STRATEGIC)
+    assert status == code
+    assert words in answer["message"]
+    assert server.version == before
+
+
+def test_a_put_creates_no_schedext(server):
+    obj = schedext("x")
+    status, answer, _ = kubectl(server, "PUT", f"{CUSTOM}/x", obj)
+    assert (status, answer["reason"]) == (404, "NotFound")
+
+
+def test_what_a_schedext_owned_stays_if_it_is_deleted_with_cascade_orphan(world, server):
+    world.deploy()
+    world.stop()
+    orphan = {"propagationPolicy": "Orphan"}
+    assert kubectl(server, "DELETE", f"{CUSTOM}/x", orphan)[0] == 200
+    assert world.made()["metadata"].get("ownerReferences", []) == []
+
+
 def test_an_unknown_field_is_dropped_with_a_warning_if_validation_is_not_strict(server):
     server.create(schedext("x"))
     patch = {"spec": {"nodeselector": A}}
@@ -7370,13 +7537,14 @@ YOURS = """Now it is yours, in another terminal, until you press Ctrl-C here:
   export KUBECONFIG={kubeconfig}
   kubectl get schedexts,daemonsets,pods
   kubectl describe schedext scx-rusty
-  kubectl label node worker-1 pool=latency
-  kubectl delete schedext scx-lavd
-To see sked undo somebody's edit:
+To see sked undo an edit, and say whose it was:
   kubectl set image ds/scx-rusty scx=evil/image:1
   kubectl get events
-Images with these tags misbehave: crash cannot load, nopull cannot be pulled, and idle attaches
-nothing.
+To see a node change hands, and go back:
+  kubectl label node worker-1 pool=latency
+  kubectl delete schedext scx-lavd
+A SchedExt fails if its image has one of these tags: crash cannot load, nopull cannot be pulled, and
+idle attaches nothing.
 
 sked's log:
 """
