@@ -3208,6 +3208,17 @@ def test_caches_keep_no_managed_fields(world):
     assert [obj for obj in cached if "managedFields" in obj["metadata"]] == []
 
 
+def test_caches_keep_the_name_of_a_field_once(world):
+    world.start()
+    for name in ("x", "y"):
+        world.add(name)
+    eventually(lambda: len(world.operator.daemonsets) == 2)
+    for cache in (world.operator.schedexts, world.operator.daemonsets):
+        one, other = ({*obj, *obj["metadata"], *obj["spec"]} for obj in cache.values())
+        assert one == other
+        assert {*map(id, one)} == {*map(id, other)}
+
+
 # ---------------------------------------------------------------- the queue
 
 ONE = ("default", "one")
