@@ -2537,8 +2537,8 @@ def quick_backoff(failures: int, most: float) -> float:
 
 HURRY = {
     "backoff": quick_backoff,
-    "GATHER_SECONDS": 0.1,
-    "SETTLE_SECONDS": 0.3,
+    "GATHER_SECONDS": 0.05,
+    "SETTLE_SECONDS": 0.2,
     "BLOCKED_SECONDS": 0.5,
     "QUIET_SECONDS": 0.5,
     "EVENT_SECONDS": 0.5,
@@ -5140,6 +5140,7 @@ def test_a_rollout_is_ready_when_complete_and_its_status_updates_are_rate_limite
     for n in range(40):
         kubelets.add_node(f"n{n}")
     world.set("GATHER_SECONDS", 0.4)  # between two updates of the status
+    world.set("SETTLE_SECONDS", 0.3)
     world.deploy("AllReady", updateStrategy={"rollingUpdate": {"maxUnavailable": 10}})
     world.edit(sched=LAVD)
     world.expect("AllReady")
