@@ -812,8 +812,9 @@ class Operator:
                 log.info("the API server answers again")
 
     def work(self) -> None:
-        for reflector in self.reflectors:
-            reflector.filled.wait()
+        while not self.is_ready() and not self.stop.is_set():
+            for reflector in self.reflectors:
+                reflector.filled.wait(1.0)
         while not self.stop.is_set():
             self.beat()
             if key := self.queue.get(timeout=REQUEST_SECONDS):

@@ -2538,7 +2538,7 @@ def quick_backoff(failures: int, most: float) -> float:
 HURRY = {
     "backoff": quick_backoff,
     "GATHER_SECONDS": 0.05,
-    "SETTLE_SECONDS": 0.2,
+    "SETTLE_SECONDS": 0.3,
     "BLOCKED_SECONDS": 0.5,
     "QUIET_SECONDS": 0.5,
     "EVENT_SECONDS": 0.5,
@@ -5140,7 +5140,6 @@ def test_a_rollout_is_ready_when_complete_and_its_status_updates_are_rate_limite
     for n in range(40):
         kubelets.add_node(f"n{n}")
     world.set("GATHER_SECONDS", 0.4)  # between two updates of the status
-    world.set("SETTLE_SECONDS", 0.3)
     world.deploy("AllReady", updateStrategy={"rollingUpdate": {"maxUnavailable": 10}})
     world.edit(sched=LAVD)
     world.expect("AllReady")
@@ -5159,6 +5158,7 @@ def test_each_problem_makes_one_event_and_requested_changes_make_none(world, ser
     world.add("pool", nodeSelector={"pool": "none"})
     world.expect("NoNodes", "pool")
     world.expect("AllReady")
+    world.set("SETTLE_SECONDS", 60.0)  # no pod settles between two crashes, however slow it all is
     world.edit(sched="ghcr.io/x/y:crash")
     eventually(lambda: "2 restarts" in str(world.failures()))
     found = [(e["type"], e["involvedObject"]["name"], e["reason"]) for e in server.list("events")]
@@ -5543,6 +5543,19 @@ def test_an_unreadable_pod_is_logged_with_its_traceback_and_affects_no_other_pod
     assert "cannot talk to" not in caplog.text
     fleet.add_node("new")
     eventually(lambda: world.nodes()["ready"] == 4)
+
+
+def test_an_operator_ends_if_it_is_stopped_before_its_caches_are_filled(server):
+    server.fault("GET", "/pods", None)
+    operator = sked.Operator(connect(server.kubeconfig("sked")))
+    before = {*threading.enumerate()}
+    operator.start()
+    workers = [t for t in {*threading.enumerate()} - before if t.name.startswith("worker-")]
+    assert len(workers) == sked.WORKERS
+    operator.stop.set()
+    for worker in workers:
+        worker.join(60)
+    assert not any(worker.is_alive() for worker in workers)
 
 
 def test_a_bug_in_reconcile_is_logged_and_retried_not_reported_as_rejected(
