@@ -39,7 +39,6 @@ import bisect
 import collections
 import contextlib
 import functools
-import gc
 import hashlib
 import http.server
 import importlib.util
@@ -55,11 +54,12 @@ import socket
 import ssl
 import subprocess
 import tempfile
+import textwrap
 import threading
 import time
 import urllib.parse
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -95,7 +95,7 @@ def controller_reference(api_version: str, kind: str, name: str, uid: str) -> di
     }
 
 
-def seconds_since(timestamp: str) -> float:
+def seconds_ago(timestamp: str) -> float:
     return time.time() - datetime.fromisoformat(timestamp.replace("Z", "+00:00")).timestamp()
 
 
@@ -126,14 +126,32 @@ def dig(value: Any, path: str) -> Any:
     return value
 
 
-def eventually(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
-    """Waits until the condition is true and returns its value; fails after the deadline."""
+def eventually(look: Callable[[], Any], wanted: Any = bool, seconds: float = 60.0) -> Any:
+    """Waits until look() gives what is wanted, and returns it; fails after the deadline.
+
+    Wanted is a value, or a function that judges one: by default, anything that is true will do.
+    """
     deadline = time.monotonic() + seconds
-    while not (value := condition()):
+    while True:
+        seen = look()
+        if wanted(seen) if callable(wanted) else seen == wanted:
+            return seen
         if time.monotonic() > deadline:
-            pytest.fail(f"not within {seconds} s; last seen: {value!r}")
+            expected = "" if callable(wanted) else f"; wanted: {wanted!r}"
+            pytest.fail(f"not within {seconds} s; last seen: {seen!r}{expected}")
         time.sleep(0.02)
-    return value
+
+
+def nothing(seen: Any) -> bool:
+    return not seen
+
+
+def contains(words: str) -> Callable[[Any], bool]:
+    return lambda seen: words in seen
+
+
+def at_least(number: float) -> Callable[[float], bool]:
+    return lambda seen: seen >= number
 
 
 @functools.cache  # YAML is slow to parse
@@ -148,53 +166,45 @@ def installed_one(kind: str) -> dict:
 
 
 THE_CRD = installed_one("CustomResourceDefinition")
-
-
-def applied(obj: dict) -> dict:
-    """The object as kubectl apply creates it: without the annotation, the next apply warns."""
-    noted = obj | {"metadata": {"annotations": {}} | obj["metadata"]}
-    text = json.dumps(noted, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    for character in "<>&":  # as Go escapes them
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    note = {"kubectl.kubernetes.io/last-applied-configuration": f"{text}\n"}
-    return merge(obj, {"metadata": {"annotations": note}})
+CRD = ("customresourcedefinitions", "", THE_CRD["metadata"]["name"])
 
 
 def installed() -> list[dict]:
     """The objects to install before a test; the test runs the operator itself."""
     served = {resource.kind for resource in TABLE}
-    return [applied(obj) for obj in copy(manifests()) if obj["kind"] in served]
+    return [obj for obj in copy(manifests()) if obj["kind"] in served]
 
 
 # ---------------------------------------------------------------- resources and refusals
+
+REASONS = {
+    400: "BadRequest",
+    401: "Unauthorized",
+    403: "Forbidden",
+    404: "NotFound",
+    409: "Conflict",
+    410: "Expired",
+    415: "UnsupportedMediaType",
+    422: "Invalid",
+    429: "TooManyRequests",
+    500: "InternalError",
+    503: "ServiceUnavailable",
+    504: "Timeout",
+}
 
 
 class Refusal(Exception):
     """A 4xx or 5xx answer."""
 
-    def __init__(self, code: int, reason: str, message: str, **details: Any) -> None:
+    def __init__(self, code: int, message: str, reason: str = "") -> None:
         super().__init__(message)
         self.code = code
-        self.reason = reason
-        self.details = details
+        self.reason = reason or REASONS.get(code, "")
 
     @property
     def status(self) -> dict:
         status = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure"}
-        status |= {"message": str(self), "reason": self.reason, "code": self.code}
-        return status | {"details": self.details}
-
-
-def not_served(what: str = "") -> Refusal:
-    """The answer to a question about something that a real API server may know."""
-    words = "the server could not find the requested resource"
-    return Refusal(404, "NotFound", f"{words}{what and f' (this stand-in has no {what})'}")
-
-
-def unknown_format(*accepted: str) -> Refusal:
-    """The answer to a body that is not of an accepted type."""
-    words = "the body of the request was in an unknown format - accepted media types include: "
-    return Refusal(415, "UnsupportedMediaType", words + ", ".join(accepted))
+        return status | {"message": str(self), "reason": self.reason, "code": self.code}
 
 
 class Resource(NamedTuple):
@@ -203,11 +213,9 @@ class Resource(NamedTuple):
     plural: str
     kind: str
     group: str = ""
-    short: str = ""
     namespaced: bool = True
     status: bool = False  # has a status subresource and a generation
-    categories: tuple[str, ...] = ()
-    custom: dict | None = None  # its version in the CustomResourceDefinition
+    schema: dict | None = None  # of a custom resource
 
     @property
     def api_version(self) -> str:
@@ -228,66 +236,35 @@ class Resource(NamedTuple):
 
     def conflict(self, name: str) -> Refusal:
         words = "the object has been modified; please apply your changes to the latest version"
-        called = self.called(name)
-        return Refusal(409, "Conflict", f"Operation cannot be fulfilled on {called}: {words}")
+        return Refusal(409, f"Operation cannot be fulfilled on {self.called(name)}: {words}")
 
-    def invalid(self, name: str, *causes: str) -> Refusal:
-        """Each cause is a field, a colon and what is wrong with it; kubectl prints one per line."""
-        parts = [cause.partition(": ") for cause in causes]
-        listed = [{"field": where, "message": message} for where, _, message in parts]
+    def invalid(self, name: str, causes: list[str]) -> Refusal:
+        """Each cause is a field, a colon and what is wrong with it."""
         what = f"{self.kind}.{self.group}" if self.group else self.kind
         why = causes[0] if len(causes) == 1 else f"[{', '.join(causes)}]"
-        words = f'{what} "{name}" is invalid: {why}'
-        return Refusal(422, "Invalid", words, name=name, kind=self.kind, causes=listed)
-
-    def check_type(self, obj: dict) -> None:
-        """Refuses an object of another kind or API version."""
-        kind, version = obj.get("kind", self.kind), obj.get("apiVersion", self.api_version)
-        if (kind, version) != (self.kind, self.api_version):
-            words = f"{kind} in version {json.dumps(version)} cannot be handled as a {self.kind}"
-            raise Refusal(400, "BadRequest", f"{words} in version {json.dumps(self.api_version)}")
-
-    def unknown_fields(self, fields: list[str]) -> Refusal:
-        listed = ", ".join(f'unknown field "{field}"' for field in fields)
-        words = f'{self.kind} in version "v1" cannot be handled as a {self.kind}'
-        return Refusal(400, "BadRequest", f"{words}: strict decoding error: {listed}")
-
-    @property
-    def subresources(self) -> dict[str, tuple[str, ...]]:
-        """The methods of each subresource, and of the object itself."""
-        methods = {"": ("GET", "PUT", "PATCH", "DELETE")}
-        if self.status:
-            methods["status"] = ("GET", "PUT", "PATCH")
-        if self.plural == "pods":
-            methods["log"] = ("GET",)
-        return methods
+        return Refusal(422, f'{what} "{name}" is invalid: {why}')
 
 
 RBAC = "rbac.authorization.k8s.io"
+EXTENSIONS = "apiextensions.k8s.io"
+AUTHENTICATION = "authentication.k8s.io"
+AUTHORIZATION = "authorization.k8s.io"
 REVIEWS = ("tokenreviews", "subjectaccessreviews")
 TABLE = (
-    Resource("namespaces", "Namespace", "", "ns", namespaced=False),
-    Resource("nodes", "Node", "", "no", namespaced=False),
-    Resource("pods", "Pod", "", "po", status=True, categories=("all",)),
-    Resource("events", "Event", "", "ev"),
-    Resource("serviceaccounts", "ServiceAccount", "", "sa"),
-    Resource("daemonsets", "DaemonSet", "apps", "ds", status=True, categories=("all",)),
+    Resource("namespaces", "Namespace", namespaced=False),
+    Resource("nodes", "Node", namespaced=False),
+    Resource("pods", "Pod", status=True),
+    Resource("events", "Event"),
+    Resource("serviceaccounts", "ServiceAccount"),
+    Resource("daemonsets", "DaemonSet", "apps", status=True),
     Resource("leases", "Lease", "coordination.k8s.io"),
-    Resource(
-        "customresourcedefinitions",
-        "CustomResourceDefinition",
-        "apiextensions.k8s.io",
-        "crd",
-        namespaced=False,
-    ),
+    Resource("customresourcedefinitions", "CustomResourceDefinition", EXTENSIONS, namespaced=False),
     Resource("clusterroles", "ClusterRole", RBAC, namespaced=False),
     Resource("clusterrolebindings", "ClusterRoleBinding", RBAC, namespaced=False),
     Resource("roles", "Role", RBAC),
     Resource("rolebindings", "RoleBinding", RBAC),
-    Resource("tokenreviews", "TokenReview", "authentication.k8s.io", namespaced=False),
-    Resource(
-        "subjectaccessreviews", "SubjectAccessReview", "authorization.k8s.io", namespaced=False
-    ),
+    Resource("tokenreviews", "TokenReview", AUTHENTICATION, namespaced=False),
+    Resource("subjectaccessreviews", "SubjectAccessReview", AUTHORIZATION, namespaced=False),
 )
 BUILT_IN = {resource.plural: resource for resource in TABLE}
 
@@ -295,54 +272,23 @@ BUILT_IN = {resource.plural: resource for resource in TABLE}
 def resource_of(crd: dict) -> Resource:
     """The resource that a CustomResourceDefinition defines."""
     names = crd["spec"]["names"]
-    version = crd["spec"]["versions"][0]
+    schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     group = crd["spec"]["group"]
-    short = names.get("shortNames", [""])[0]
-    more = {"categories": tuple(names.get("categories", ())), "custom": version}
-    return Resource(names["plural"], names["kind"], group, short, status=True, **more)
+    return Resource(names["plural"], names["kind"], group, status=True, schema=schema)
 
 
-# ---------------------------------------------------------------- names, and the CRD's schema
+# ---------------------------------------------------------------- the CRD's schema
 
-LABEL = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
-SUBDOMAIN = rf"{LABEL}(\.{LABEL})*"
-NAME_RULES = {  # what a name must match, and the API server's words if it does not
-    LABEL: "label must consist of lower case alphanumeric characters or '-', and must start and "
-    "end with an alphanumeric character (e.g. 'my-name',  or '123-abc'",
-    SUBDOMAIN: "subdomain must consist of lower case alphanumeric characters, '-' or '.', and must "
-    "start and end with an alphanumeric character (e.g. 'example.com'",
-}
+TYPES = {str: "string", int: "integer", bool: "boolean", float: "number", list: "array"}
 
 
-def check_name(kind: Resource, name: str) -> None:
-    pattern, longest = (LABEL, 63) if kind.plural == "namespaces" else (SUBDOMAIN, 253)
-    if len(name) > longest:
-        words = f"must be no more than {longest} bytes"
-        raise kind.invalid(name, f"metadata.name: Invalid value: {json.dumps(name)}: {words}")
-    if kind.group != RBAC and not re.fullmatch(pattern, name):
-        words = f"a lowercase RFC 1123 {NAME_RULES[pattern]}, regex used for validation is"
-        cause = f"metadata.name: Invalid value: {json.dumps(name)}: {words} '{pattern}')"
-        raise kind.invalid(name, cause)
+def check(schema: dict, value: Any, path: str, causes: list[str], unknown: list[str]) -> Any:
+    """The value as it is stored: with the schema's defaults and without unknown fields.
 
-
-TYPES = {
-    str: "string",
-    int: "integer",
-    bool: "boolean",
-    float: "number",
-    list: "array",
-    dict: "object",
-    type(None): "null",
-}
-
-
-def check(schema: dict, value: Any, path: str, causes: list[str]) -> Any:
-    """The value without unknown fields; appends what is wrong with it to causes.
-
-    Checks everything that the CRD uses except rules in CEL (x-kubernetes-validations). Those are
-    tested on a real cluster, and their patterns here.
+    Appends what is wrong with it to causes, and the dropped fields to unknown. Understands
+    everything that the CRD uses except rules in CEL (x-kubernetes-validations).
     """
-    found = TYPES[type(value)]
+    found = TYPES.get(type(value), "object")
     either = "x-kubernetes-int-or-string" in schema
     wanted = "integer,string" if either else schema.get("type", found)
     at = path.lstrip(".")
@@ -353,176 +299,23 @@ def check(schema: dict, value: Any, path: str, causes: list[str]) -> Any:
     causes += broken_limits(schema, value, at)
     if found == "array":
         items = schema["items"]
-        return [check(items, item, f"{path}[{i}]", causes) for i, item in enumerate(value)]
-    if found != "object":
+        return [check(items, item, f"{path}[{i}]", causes, unknown) for i, item in enumerate(value)]
+    known, others = schema.get("properties", {}), schema.get("additionalProperties")
+    if found != "object" or not (known or others):  # a plain value, or metadata
         return value
-    known = schema.get("properties", {})
-    others = schema.get("additionalProperties")
-    missing = [name for name in schema.get("required", ()) if value.get(name) in (None, [])]
+    fields = {name: item for name, item in value.items() if item is not None}
+    for name, field_schema in known.items():
+        if "default" in field_schema:
+            fields.setdefault(name, copy(field_schema["default"]))
+    missing = [name for name in schema.get("required", ()) if name not in fields]
     causes += [f"{at}.{name}".lstrip(".") + ": Required value" for name in missing]
-    fields = {name: known.get(name, others) for name, item in value.items() if item is not None}
-    return {
-        name: check(field, value[name], f"{path}.{name}", causes)
-        for name, field in fields.items()
-        if field
-    }
-
-
-def shape(required: str = "", **properties: dict) -> dict:
-    """A schema of an object with these required fields and the schemas of some of its fields."""
-    return {"type": "object", "required": required.split(), "properties": properties}
-
-
-def list_of(items: dict) -> dict:
-    return {"type": "array", "items": items}
-
-
-TEXT = {"type": "string"}
-TEXTS = {"type": "object", "additionalProperties": TEXT}
-KEY = {"type": "string", "minLength": 1}
-LABEL_VALUE = TEXT | {"maxLength": 63, "pattern": "^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$"}
-LABELS = {"type": "object", "additionalProperties": LABEL_VALUE}
-OWNER = shape("kind name uid", kind=TEXT, name=TEXT, uid=TEXT)
-META = shape(
-    labels=LABELS,
-    annotations=TEXTS,
-    finalizers=list_of(TEXT),
-    managedFields=list_of(shape()),
-    ownerReferences=list_of(OWNER),
-)
-CONTAINER = shape(
-    "name image",
-    name=KEY,
-    image=KEY,
-    env=list_of(shape("name", name=KEY, value=TEXT, valueFrom=shape())),
-    imagePullPolicy={"type": "string", "enum": ["Always", "IfNotPresent", "Never"]},
-    resources=shape(),
-)
-EXPRESSION = shape("key operator", key=KEY, operator=TEXT, values=list_of(TEXT))
-NODE_TERM = shape(matchExpressions=list_of(EXPRESSION))
-NODE_TERMS = shape("nodeSelectorTerms", nodeSelectorTerms=list_of(NODE_TERM))
-NODES = shape(nodeAffinity=shape(requiredDuringSchedulingIgnoredDuringExecution=NODE_TERMS))
-POD_SPEC = shape(
-    "containers",
-    containers=list_of(CONTAINER),
-    hostPID={"type": "boolean"},
-    nodeSelector=TEXTS,
-    affinity=NODES,
-    tolerations=list_of(shape()),
-)
-TAINTS = list_of(shape("key effect", key=TEXT, effect=TEXT))
-SELECTOR = shape("matchLabels", matchLabels=LABELS)
-STRATEGY = {"type": "string", "enum": ["OnDelete", "RollingUpdate"]}
-ROLLING = shape(maxUnavailable={"x-kubernetes-int-or-string": True})
-TEMPLATE = shape("metadata spec", metadata=META | {"required": ["labels"]}, spec=POD_SPEC)
-DAEMONSET_SPEC = shape(
-    "selector template",
-    selector=SELECTOR,
-    template=TEMPLATE,
-    minReadySeconds={"type": "integer", "minimum": 0},
-    updateStrategy=shape(type=STRATEGY, rollingUpdate=ROLLING),
-)
-CONTAINER_STATUS = shape(
-    "name ready restartCount state",
-    name=TEXT,
-    ready={"type": "boolean"},
-    restartCount={"type": "integer"},
-    state=shape(),
-    lastState=shape(),
-)
-POD_STATUS = shape(
-    phase=TEXT,
-    conditions=list_of(shape("type status")),
-    containerStatuses=list_of(CONTAINER_STATUS),
-)
-BINDING = shape("roleRef", roleRef=shape("kind name"), subjects=list_of(shape("kind name")))
-SHAPES = {  # what must be right in built-in objects for this file to understand them
-    "nodes": shape(
-        spec=shape(taints=TAINTS), status=shape(conditions=list_of(shape("type status")))
-    ),
-    "pods": shape("spec", spec=POD_SPEC, status=POD_STATUS),
-    "daemonsets": shape("spec", spec=DAEMONSET_SPEC, status=shape()),
-    "events": shape("involvedObject", involvedObject=shape("kind name", kind=TEXT, name=TEXT)),
-    "clusterrolebindings": BINDING,
-    "rolebindings": BINDING,
-    "customresourcedefinitions": shape("spec", spec=shape("group names versions")),
-}
-
-
-def check_body(body: Any) -> None:
-    """Refuses what is not an object with metadata, if any."""
-    if not isinstance(body, dict) or not isinstance(body.get("metadata", {}), dict):
-        raise Refusal(400, "BadRequest", "the body of the request is not an object")
-    for name in ("name", "generateName", "namespace", "uid", "resourceVersion"):
-        if not isinstance(body.get("metadata", {}).get(name), (str, type(None))):
-            raise Refusal(400, "BadRequest", f"metadata.{name} is not a string")
-
-
-def check_identity(request: Request, obj: dict) -> None:
-    """Refuses an object that is not the one of the request's path."""
-    for part, source in {"name": "URL", "namespace": "request"}.items():
-        mine, asked = obj.get("metadata", {}).get(part) or "", getattr(request, part)
-        if mine != asked and (mine or part == "name"):
-            words = f"the {part} of the object ({mine}) does not match the {part} on the {source}"
-            raise Refusal(400, "BadRequest", f"{words} ({asked})")
-
-
-PERCENT = "a valid percent string must be a numeric string followed by an ending '%' (e.g. '1%')"
-
-
-def broken_strategy(spec: dict) -> Iterator[str]:
-    """What is wrong with the maxUnavailable of a DaemonSet, in the API server's words."""
-    strategy = spec.get("updateStrategy") or {}
-    rolling = strategy.get("rollingUpdate") or {}
-    most = rolling.get("maxUnavailable")
-    if most is None or strategy.get("type", "RollingUpdate") != "RollingUpdate":
-        return
-    at = "spec.updateStrategy.rollingUpdate.maxUnavailable"
-    invalid = f"{at}: Invalid value: {json.dumps(most)}:"
-    if isinstance(most, str) and not re.fullmatch("[0-9]+%", most):
-        yield f"{invalid} {PERCENT}"
-        return
-    number = int(most.rstrip("%")) if isinstance(most, str) else most
-    if number < 0:
-        yield f"{invalid} must be greater than or equal to 0"
-    if number == 0 and not rolling.get("maxSurge"):
-        yield f"{at}: Required value: cannot be 0 when maxSurge is 0"
-    if number > 100 and isinstance(most, str):
-        yield f"{invalid} must not be greater than 100%"
-
-
-def broken_selector(spec: dict, old: dict | None) -> Iterator[str]:
-    """What is wrong with the selector of a DaemonSet, in the API server's words."""
-    selector, labels = spec["selector"], spec["template"]["metadata"]["labels"]
-    if not selector["matchLabels"].items() <= labels.items():
-        words = "`selector` does not match template `labels`"
-        yield f"spec.template.metadata.labels: Invalid value: {json.dumps(labels)}: {words}"
-    if old and selector != old["spec"]["selector"]:
-        yield f"spec.selector: Invalid value: {json.dumps(selector)}: field is immutable"
-
-
-LABEL_MAPS = {  # where to find labels, besides the metadata
-    "pods": ".spec.nodeSelector",
-    "schedexts": ".spec.nodeSelector",
-    "daemonsets": ".spec.template.spec.nodeSelector",
-}
-LABEL_NAME = "([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9]"
-
-
-def broken_keys(labels: dict, at: str) -> Iterator[str]:
-    """What is wrong with the keys of labels or annotations, in the API server's words."""
-    for key in labels:
-        prefix, slash, name = key.rpartition("/")
-        words = "prefix part must be a DNS subdomain"
-        if not name:
-            words = "name part must be non-empty"
-        elif len(name) > 63:
-            words = "name part must be no more than 63 bytes"
-        elif not re.fullmatch(LABEL_NAME, name):
-            words = "name part must consist of alphanumeric characters, '-', '_' or '.'"
-        elif not slash or re.fullmatch(SUBDOMAIN, prefix.lower()):
-            continue
-        yield f"{at}: Invalid value: {json.dumps(key)}: {words}"
+    kept = {}
+    for name, item in fields.items():
+        if field_schema := known.get(name, others):
+            kept[name] = check(field_schema, item, f"{path}.{name}", causes, unknown)
+        else:
+            unknown.append(f"{path}.{name}".lstrip("."))
+    return kept
 
 
 def broken_limits(schema: dict, value: Any, at: str) -> Iterator[str]:
@@ -558,24 +351,20 @@ def duplicates(items: list, keys: Iterable[str], at: str) -> Iterator[str]:
         seen.append(name)
 
 
-def dropped_fields(value: Any, kept: Any, path: str = "") -> Iterator[str]:
-    """The paths of all fields that check() has dropped, except those that were null."""
-    if isinstance(value, list) and isinstance(kept, list):
-        for i, (item, kept_item) in enumerate(zip(value, kept)):
-            yield from dropped_fields(item, kept_item, f"{path}[{i}]")
-    elif isinstance(value, dict) and isinstance(kept, dict):
-        for name, item in value.items():
-            if name in kept:
-                yield from dropped_fields(item, kept[name], f"{path}.{name}")
-            elif item is not None:
-                yield f"{path}.{name}".lstrip(".")
-
-
 # ---------------------------------------------------------------- DaemonSets and pods: defaults
 
 MAPS = ("labels", "annotations", "matchLabels", "nodeSelector", "limits", "requests")
-POINTERS = ("securityContext",)  # its fields are pointers, so false is kept
-EMPTY = (None, "", [], {}, False)  # and 0, which equals False in Python
+POINTERS = (  # Go's: what is set is kept, also 0, false and {}
+    "securityContext",
+    "emptyDir",
+    "maxSurge",
+    "maxUnavailable",
+    "optional",
+    "revisionHistoryLimit",
+    "terminationGracePeriodSeconds",
+    "tolerationSeconds",
+)
+EMPTY = ("", [], {}, False)  # and 0, which equals False in Python
 
 
 def omit_empty(value: Any) -> Any:
@@ -584,9 +373,12 @@ def omit_empty(value: Any) -> Any:
         return [omit_empty(item) for item in value]
     if not isinstance(value, dict):
         return value
-    as_it_is = MAPS + POINTERS
-    kept = {name: item if name in as_it_is else omit_empty(item) for name, item in value.items()}
-    return {name: item for name, item in kept.items() if item not in EMPTY}
+    kept = {}
+    for name, item in value.items():
+        stored = item if name in MAPS + POINTERS else omit_empty(item)
+        if stored is not None and (name in POINTERS or stored not in EMPTY):
+            kept[name] = stored
+    return kept
 
 
 def default_pod(spec: dict) -> dict:
@@ -606,30 +398,6 @@ def default_pod(spec: dict) -> dict:
     return spec
 
 
-def default_daemonset(obj: dict) -> None:
-    """Fills in the API server's defaults."""
-    spec = omit_empty(obj["spec"])
-    strategy = {"type": "RollingUpdate"} | spec.get("updateStrategy", {})
-    if strategy["type"] == "RollingUpdate":
-        rolling = {"maxUnavailable": 1, "maxSurge": 0} | strategy.get("rollingUpdate", {})
-        strategy["rollingUpdate"] = rolling
-    pod = default_pod(obj["spec"]["template"]["spec"])
-    meta = {"creationTimestamp": None} | spec["template"]["metadata"]  # newer servers omit it
-    filled = {"updateStrategy": strategy, "template": {"metadata": meta, "spec": pod}}
-    obj["spec"] = {"revisionHistoryLimit": 10} | spec | filled
-
-
-TEMPLATE_GENERATION = "deprecated.daemonset.template.generation"
-
-
-def count_template(obj: dict, old: dict | None) -> None:
-    """Maintains the annotation that counts changes to the template."""
-    before = int(old["metadata"]["annotations"][TEMPLATE_GENERATION]) if old else 0
-    is_new = not old or obj["spec"]["template"] != old["spec"]["template"]
-    notes = obj["metadata"].setdefault("annotations", {})
-    notes[TEMPLATE_GENERATION] = str(before + is_new)
-
-
 def default_container(container: dict) -> dict:
     image, _, digest = container["image"].partition("@")
     tag = image.rpartition("/")[2].partition(":")[2]
@@ -647,7 +415,30 @@ def default_container(container: dict) -> dict:
     }
 
 
-# ---------------------------------------------------------------- patches, selectors, tables
+def default_daemonset(obj: dict) -> None:
+    """Fills in the API server's defaults."""
+    spec = omit_empty(obj["spec"])
+    strategy = {"type": "RollingUpdate"} | spec.get("updateStrategy", {})
+    if strategy["type"] == "RollingUpdate":
+        rolling = {"maxUnavailable": 1, "maxSurge": 0} | strategy.get("rollingUpdate", {})
+        strategy["rollingUpdate"] = rolling
+    template = spec["template"] | {"spec": default_pod(obj["spec"]["template"]["spec"])}
+    filled = {"updateStrategy": strategy, "template": template}
+    obj["spec"] = {"revisionHistoryLimit": 10} | spec | filled
+
+
+TEMPLATE_GENERATION = "deprecated.daemonset.template.generation"
+
+
+def count_template(obj: dict, old: dict | None) -> None:
+    """Maintains the annotation that counts changes to the template."""
+    before = int(old["metadata"]["annotations"][TEMPLATE_GENERATION]) if old else 0
+    is_new = not old or obj["spec"]["template"] != old["spec"]["template"]
+    notes = obj["metadata"].setdefault("annotations", {})
+    notes[TEMPLATE_GENERATION] = str(before + is_new)
+
+
+# ---------------------------------------------------------------- the API server
 
 
 def merge(old: Any, patch: Any) -> Any:
@@ -663,269 +454,6 @@ def merge(old: Any, patch: Any) -> Any:
     return merged
 
 
-MERGE_KEYS = {  # the field that names an item, for lists that a strategic merge patch merges
-    "containers": "name",
-    "initContainers": "name",
-    "env": "name",
-    "volumes": "name",
-    "imagePullSecrets": "name",
-    "volumeMounts": "mountPath",
-    "ports": "containerPort",
-    "ownerReferences": "uid",
-    "conditions": "type",
-}
-ORDER = "$setElementOrder/"
-
-
-def strategic_merge(old: Any, patch: Any, field: str = "") -> Any:
-    """Applies a strategic merge patch: a merge patch that merges lists with names item by item."""
-    if isinstance(patch, list) and field in MERGE_KEYS:
-        return merge_items(old or [], patch, MERGE_KEYS[field])
-    if not isinstance(patch, dict):
-        return patch
-    old = old if isinstance(old, dict) else {}
-    keep = patch.get("$retainKeys", old)
-    merged = {name: value for name, value in old.items() if name in keep}
-    for name, value in patch.items():
-        if value is None:
-            merged.pop(name, None)
-        elif not name.startswith("$"):
-            merged[name] = strategic_merge(merged.get(name), value, name)
-    for name in patch:
-        field = name.removeprefix(ORDER)
-        if field != name and field in merged and field in MERGE_KEYS:
-            key = MERGE_KEYS[field]
-            wanted = [item[key] for item in patch[name]]
-            merged[field].sort(key=lambda item: (*wanted, item[key]).index(item[key]))
-    return merged
-
-
-def merge_items(old: list[dict], patch: list[dict], key: str) -> list[dict]:
-    items = {item[key]: item for item in old}
-    for change in patch:
-        if not isinstance(change, dict) or key not in change:
-            words = f"{json.dumps(change)} does not contain declared merge key: {key}"
-            raise Refusal(400, "BadRequest", words)
-        name = change[key]
-        if change.get("$patch") == "delete":
-            items.pop(name, None)
-        else:
-            items[name] = strategic_merge(items.get(name), change)
-    return list(items.values())
-
-
-def leaves(value: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
-    """Every field of an object, by its path in the form of managedFields."""
-    inner = {}
-    key = MERGE_KEYS.get(path[-1].removeprefix("f:")) if path else None
-    if isinstance(value, dict):
-        inner = {f"f:{name}": item for name, item in value.items()}
-    elif key and all(isinstance(item, dict) for item in value):
-        inner = {f"k:{json.dumps({key: item.get(key)})}": item for item in value}
-    if not inner:
-        return {path: value}
-    found = [leaves(item, (*path, step)) for step, item in inner.items()]
-    return {path: value for part in found for path, value in part.items()}
-
-
-def as_tree(paths: Iterable[tuple[str, ...]]) -> dict:
-    tree: dict = {}
-    for path in sorted(paths):
-        node = tree
-        for step in path:
-            node = node.setdefault(step, {})
-    return tree
-
-
-def as_paths(tree: dict, path: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
-    if not tree:
-        return {path} if path else set()
-    return set().union(*(as_paths(tree[step], (*path, step)) for step in tree))
-
-
-def fields_with_managers(obj: dict | None) -> dict[tuple[str, ...], Any]:
-    obj = obj or {"metadata": {}}
-    of_metadata = ("labels", "annotations", "ownerReferences", "finalizers")
-    meta = {name: obj["metadata"][name] for name in of_metadata if obj["metadata"].get(name)}
-    rest = {name: obj[name] for name in obj if name not in ("apiVersion", "kind")}
-    return leaves(rest | {"metadata": meta})
-
-
-def managed_fields(request: Request, obj: dict, old: dict | None) -> list[dict]:
-    """metadata.managedFields after a write: whoever changes a field owns it from then on."""
-    after, before = fields_with_managers(obj), fields_with_managers(old)
-    changed = {
-        path
-        for path, value in after.items()
-        if (path not in before or before[path] != value)
-        and (path[0] == "f:status") == bool(request.subresource)
-    }
-    lost = changed | (before.keys() - after.keys())
-    writer = (request.manager, request.subresource)
-    known = old["metadata"]["managedFields"] if old else []
-    entries = {(entry["manager"], entry.get("subresource", "")): entry for entry in known}
-    if changed:
-        entry = {"operation": "Update", "apiVersion": request.kind.api_version, "time": now()}
-        entry |= {"manager": writer[0], "fieldsType": "FieldsV1"}
-        entry |= {"subresource": writer[1]} if writer[1] else {}
-        entries[writer] = {"fieldsV1": {}} | entries.get(writer, {}) | entry
-    owned = {owner: as_paths(entry["fieldsV1"]) - lost for owner, entry in entries.items()}
-    if changed:
-        owned[writer] |= changed
-    return [
-        entry | {"fieldsV1": as_tree(owned[owner])}
-        for owner, entry in entries.items()
-        if owned[owner]
-    ]
-
-
-PATCHES = {
-    "application/merge-patch+json": merge,
-    "application/strategic-merge-patch+json": strategic_merge,
-}
-REQUIREMENT = re.compile(
-    r"(?P<no>!?)(?P<key>[\w./-]+)\s*"
-    r"(?:(?P<equals>==?|!=)\s*(?P<value>[^\s,]*)|(?P<among>in|notin)\s*\((?P<values>.*?)\))?\s*(?:,|$)\s*"
-)
-
-
-def selects(selector: str, value_of: Callable[[str], Any]) -> bool:
-    """Whether a selector such as a=b,c!=d,e in (f,g),h,!i selects what has these values."""
-    position = 0
-    while position < len(selector):
-        found = REQUIREMENT.match(selector, position)
-        if not found:
-            raise Refusal(400, "BadRequest", f"unable to parse requirement: {selector[position:]}")
-        position = found.end()
-        value = value_of(found["key"])
-        if found["among"]:
-            holds = (value in re.split(r"\s*,\s*", found["values"])) == (found["among"] == "in")
-        elif found["equals"]:
-            holds = (value == found["value"]) == (found["equals"] != "!=")
-        else:
-            holds = (value is None) == bool(found["no"])
-        if not holds:
-            return False
-    return True
-
-
-def age(timestamp: str) -> str:
-    """The age in kubectl's short form."""
-    minutes, seconds = divmod(max(0, int(seconds_since(timestamp))), 60)
-    if minutes < 2:
-        return f"{60 * minutes + seconds}s"
-    return f"{minutes}m{seconds}s" if seconds and minutes < 10 else f"{minutes}m"
-
-
-def containers_of(pod: dict) -> list[dict]:
-    """The status of each container, in the order of the spec."""
-    return dig(pod, ".status.containerStatuses") or []
-
-
-def ready_containers(pod: dict) -> str:
-    ready = sum(container["ready"] for container in containers_of(pod))
-    return f"{ready}/{len(pod['spec']['containers'])}"
-
-
-def pod_status(pod: dict) -> str:
-    """The reason of a container that does not run, or else the phase."""
-    if "deletionTimestamp" in pod["metadata"]:
-        return "Terminating"
-    states = [state for container in containers_of(pod) for state in container["state"].values()]
-    reasons = [state["reason"] for state in states if "reason" in state]
-    return reasons[0] if reasons else pod["status"]["phase"]
-
-
-def restarts(pod: dict) -> str:
-    containers = containers_of(pod)
-    total = sum(container["restartCount"] for container in containers)
-    ended = [dig(container, ".lastState.terminated.finishedAt") for container in containers]
-    return f"{total} ({age(max(filter(None, ended)))} ago)" if total else "0"
-
-
-def node_status(node: dict) -> str:
-    ready = "Ready" if dig(node, f"{READY}.status") == "True" else "NotReady"
-    return f"{ready},SchedulingDisabled" if dig(node, ".spec.unschedulable") else ready
-
-
-def column(name: str, source: str | Callable, wide: bool = False) -> dict:
-    """A printer column as in a CRD; the source is a JSONPath or a function of the object."""
-    kind = "date" if source in (CREATED, LAST_SEEN) else "string"
-    shown = {"name": name, "type": kind, "format": "name" if name == "Name" else ""}
-    return shown | {"priority": int(wide), "jsonPath": source}
-
-
-CREATED = ".metadata.creationTimestamp"
-LAST_SEEN = ".lastTimestamp"
-NAME = column("Name", ".metadata.name")
-AGE = column("Age", CREATED)
-COLUMNS = {
-    "namespaces": [NAME, column("Status", ".status.phase"), AGE],
-    "nodes": [
-        NAME,
-        column("Status", node_status),
-        column("Roles", lambda node: "<none>"),
-        AGE,
-        column("Version", ".status.nodeInfo.kubeletVersion"),
-        column("Kernel-Version", ".status.nodeInfo.kernelVersion", wide=True),
-    ],
-    "pods": [
-        NAME,
-        column("Ready", ready_containers),
-        column("Status", pod_status),
-        column("Restarts", restarts),
-        AGE,
-        column("Node", ".spec.nodeName", wide=True),
-    ],
-    "daemonsets": [
-        NAME,
-        column("Desired", ".status.desiredNumberScheduled"),
-        column("Current", ".status.currentNumberScheduled"),
-        column("Ready", ".status.numberReady"),
-        column("Up-to-date", lambda obj: obj["status"].get("updatedNumberScheduled", 0)),
-        column("Available", lambda obj: obj["status"].get("numberAvailable", 0)),
-        AGE,
-        column("Images", ".spec.template.spec.containers[0].image", wide=True),
-    ],
-    "events": [
-        column("Last Seen", LAST_SEEN),
-        column("Type", ".type"),
-        column("Reason", ".reason"),
-        column("Object", lambda event: object_of(event)),
-        column("Message", ".message"),
-    ],
-}
-
-
-def object_of(event: dict) -> str:
-    about = event["involvedObject"]
-    return f"{about['kind'].lower()}/{about['name']}"
-
-
-def make_table(resource: Resource, objs: list[dict], metadata: dict) -> dict:
-    """The table that the server makes and kubectl prints."""
-    columns = COLUMNS.get(resource.plural, [NAME, AGE])
-    if resource.custom:
-        columns = [NAME, *resource.custom.get("additionalPrinterColumns", [AGE])]
-
-    def cell(obj: dict, column: dict) -> Any:
-        source = column["jsonPath"]
-        value = source(obj) if callable(source) else dig(obj, source)
-        return age(value) if value and column["type"] == "date" else value
-
-    shown = [{"priority": 0} | column | {"jsonPath": ""} for column in columns]
-    return {
-        "kind": "Table",
-        "apiVersion": "meta.k8s.io/v1",
-        "metadata": metadata,
-        "columnDefinitions": shown,
-        "rows": [{"cells": [cell(obj, c) for c in columns], "object": obj} for obj in objs],
-    }
-
-
-# ---------------------------------------------------------------- the API server
-
-
 @dataclass
 class Request:
     """One request, kept as a record afterwards."""
@@ -938,24 +466,14 @@ class Request:
     namespace: str = ""
     name: str = ""
     subresource: str = ""
-    verb: str = "get"
-    manager: str = ""  # who changes the fields, as managedFields name it
-    merge: Callable = merge  # applies a patch of the request's type
-    as_table: bool = False
-    warnings: list[str] = field(default_factory=list)  # for kubectl to print
+    verb: str = ""
+    manager: str = ""  # who writes, as managedFields name it
     status: int = 0  # of the answer; stays 0 if a fault swallowed it
     time: float = field(default_factory=time.time)
 
     @property
     def resource(self) -> str:
         return self.kind.plural if self.kind else ""
-
-    def number(self, name: str, default: int = 0) -> int:
-        """A parameter of the query."""
-        text = self.query.get(name) or str(default)
-        if not text.isdecimal():
-            raise Refusal(400, "BadRequest", f"{name}: {text!r} is not a number")
-        return int(text)
 
     @property
     def what(self) -> str:
@@ -1033,19 +551,19 @@ class Client:
     def patch(self, resource: str, namespace: str, name: str, patch: dict, sub: str = "") -> dict:
         return self.call("PATCH", self.resources[resource].path(namespace, name, sub), patch)
 
-    def delete(self, resource: str, namespace: str, name: str) -> dict:
-        path = self.resources[resource].path(namespace, name)
-        return self.call("DELETE", path, {"gracePeriodSeconds": 0})
+    def delete(self, resource: str, namespace: str, name: str, policy: str = "Background") -> dict:
+        """Foreground: the object stays until everything that it owns is gone."""
+        options = {"gracePeriodSeconds": 0, "propagationPolicy": policy}
+        return self.call("DELETE", self.resources[resource].path(namespace, name), options)
 
 
 PATH = re.compile(
     r"(?P<root>/api/v1|/apis/[^/]+/v1)(?:/namespaces/(?P<namespace>[^/]+))?"
     r"/(?P<plural>[^/]+)(?:/(?P<name>[^/]+))?(?:/(?P<subresource>[^/]+))?"
 )
-MERGE_PATCH = "application/merge-patch+json"
-NO_HEADERS: dict[str, str] = {}
 VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
-STAMPS = ("name", "namespace", "uid", "creationTimestamp", "deletionTimestamp", "generation")
+FOREGROUND = "foregroundDeletion"  # the finalizer of an object that waits for what it owns
+IMMUTABLE = ("name", "namespace", "uid", "creationTimestamp", "deletionTimestamp", "generation")
 COUNTS = (
     "currentNumberScheduled",
     "desiredNumberScheduled",
@@ -1053,10 +571,27 @@ COUNTS = (
     "numberReady",
 )
 NEW = {  # the status of a new object
-    "namespaces": {"phase": "Active"},
     "pods": {"phase": "Pending"},
     "daemonsets": dict.fromkeys(COUNTS, 0),
 }
+
+
+def selects(selector: str, labels: dict) -> bool:
+    """Whether a selector such as a=b,c=d selects an object with these labels."""
+    pairs = [pair.partition("=") for pair in selector.split(",") if pair]
+    return all(labels.get(key) == value for key, _, value in pairs)
+
+
+def last_writers(request: Request, old: dict | None) -> list[dict]:
+    """metadata.managedFields after a write, as far as they say who wrote last, and when."""
+    known = old["metadata"].get("managedFields", []) if old else []
+    if not request.manager:
+        return known
+    entry = {"manager": request.manager, "operation": "Update", "time": now()}
+    entry |= {"subresource": request.subresource} if request.subresource else {}
+    writer = (request.manager, request.subresource)
+    others = [one for one in known if (one["manager"], one.get("subresource", "")) != writer]
+    return [*others, entry]
 
 
 class ApiServer(Client, contextlib.AbstractContextManager):
@@ -1078,12 +613,10 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         self.epoch = 0  # a watch ends with its epoch
         self.pages = {}  # remaining pages of lists, by continue token
         self.requests = []
-        self.bugs = 0  # exceptions that a thread has survived
-        self.reported = set()  # of these, each one that has been logged
+        self.bugs = set()  # exceptions that a thread has survived
         self.faults = []
         self.connections = set()
         self.tokens = {user: user for user in ("admin", "other", "sked", "nobody")}
-        self.anonymous = ""  # the user without a token: kubectl sends none without TLS
         self.webhook = None  # takes a Request and an object; returns the object to store
         self.validate = True  # False: as if the CRD had no schema
         self.collect = True  # False: the garbage collector pauses
@@ -1124,10 +657,9 @@ class ApiServer(Client, contextlib.AbstractContextManager):
 
     def report_bug(self, where: str) -> None:
         """Logs the current exception, once; the fixture fails a test that brought one about."""
-        self.bugs += 1
-        bug = (where, repr(sys.exc_info()[1]))
-        if bug not in self.reported:  # a kubelet would repeat it many times a second
-            self.reported.add(bug)
+        bug = f"{where}: {sys.exc_info()[1]!r}"
+        if bug not in self.bugs:  # a kubelet would repeat it many times a second
+            self.bugs.add(bug)
             log.exception("%s: this is a bug of the stand-in for a cluster, not of sked", where)
 
     @contextlib.contextmanager
@@ -1222,24 +754,22 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         """What sked has asked for."""
         return [request.deed for request in list(self.requests) if request.user == "sked"]
 
+    def set_default(self, field: str, value: Any) -> None:
+        """Changes the CRD: a field of a new SchedExt's spec gets this default."""
+        crd = self.get(*CRD)
+        schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+        schema["properties"]["spec"]["properties"][field]["default"] = value
+        self.call("PUT", self.resources[CRD[0]].path("", CRD[2]), crd)
+
     # -- who may do what
 
     def authenticate(self, token: str, certificate: dict | None) -> str:
         """The user with this bearer token or client certificate."""
         if certificate and not token:
             return dict(pair for (pair,) in certificate["subject"])["commonName"]
-        user = self.tokens.get(token) if token else self.anonymous
-        if not user:
-            raise Refusal(401, "Unauthorized", "Unauthorized")
-        return user
-
-    def impersonate(self, user: str, other: str) -> str:
-        """The user as whom to act: kubectl --as asks for another one."""
-        asked = {"verbs": "impersonate", "apiGroups": "", "resources": "users"}
-        if not other or self.allowed(user, name=other, **asked):
-            return other or user
-        why = f'User "{USERS.get(user, user)}" cannot impersonate resource "users"'
-        raise Refusal(403, "Forbidden", f'users "{other}" is forbidden: {why} in API group ""')
+        if token not in self.tokens:
+            raise Refusal(401, "Unauthorized")
+        return self.tokens[token]
 
     def rules(self, user: str) -> Iterator[tuple[str, dict]]:
         """(namespace or "" for all, rule) for every rule that is bound to the user."""
@@ -1268,7 +798,7 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         if not self.allowed(request.user, request.namespace, name, **asked):
             user = USERS.get(request.user, request.user)
             why = f'User "{user}" cannot {verb} resource "{what}" in API group "{kind.group}"'
-            raise Refusal(403, "Forbidden", f"{kind.called(name)} is forbidden: {why}")
+            raise Refusal(403, f"{kind.called(name)} is forbidden: {why}")
 
     def check_owners(self, request: Request, obj: dict, old: dict | None) -> None:
         """The admission plugin OwnerReferencesPermissionEnforcement."""
@@ -1283,60 +813,44 @@ class ApiServer(Client, contextlib.AbstractContextManager):
                 finalizers = f"{kind.plural}/finalizers"
                 self.require(request, "update", kind, finalizers, owner["name"])
 
+    def review(self, spec: dict) -> dict:
+        """The status of a TokenReview or a SubjectAccessReview."""
+        if "token" in spec:
+            user = self.tokens.get(spec["token"])
+            if not user:
+                return {"user": {}, "error": "invalid bearer token"}
+            return {"authenticated": True, "user": {"username": USERS.get(user, user)}}
+        asked = spec["nonResourceAttributes"]
+        allowed = self.allowed(spec["user"], verbs=asked["verb"], nonResourceURLs=asked["path"])
+        return {"allowed": allowed}
+
     # -- requests
 
-    def parse(
-        self, method: str, target: str, user: str, headers: Mapping[str, str] = NO_HEADERS
-    ) -> Request:
-        target = re.sub("^https?://[^/]+", "", target)  # some clients send the server's name
+    def parse(self, method: str, target: str, user: str, agent: str = "") -> Request:
         path, _, query = target.partition("?")
         request = Request(method, target, user, dict(urllib.parse.parse_qsl(query)))
-        request.as_table = "as=Table" in headers.get("Accept", "")
-        agent = headers.get("User-Agent", user).partition("/")[0]
-        request.manager = request.query.get("fieldManager", agent)
+        request.manager = request.query.get("fieldManager") or agent.partition("/")[0] or user
         found = PATH.fullmatch(path)
         kind = self.resources.get(found["plural"]) if found else None
         if kind and kind.root == found["root"]:
             request.kind = kind
             _, request.namespace, _, request.name, request.subresource = found.groups("")
-            reading = "watch" if request.query.get("watch") in ("true", "1") else "list"
+            reading = "watch" if "watch" in request.query else "list"
             request.verb = VERBS.get(method, "get" if request.name else reading)
-        if method == "PATCH":
-            kind_of_patch = headers.get("Content-Type", MERGE_PATCH).partition(";")[0]
-            request.merge = PATCHES.get(kind_of_patch)
         return request
 
-    def check_served(self, request: Request) -> None:
-        """Refuses what this server does not know."""
-        kind = request.kind
-        methods = ("GET", "POST")
-        if request.name:
-            if request.subresource not in kind.subresources:
-                raise not_served(request.what)
-            methods = kind.subresources[request.subresource]
-        if request.method not in (("POST",) if kind.plural in REVIEWS else methods):
-            words = "the server does not allow this method on the requested resource"
-            raise Refusal(405, "MethodNotAllowed", words)
-        if request.method == "PATCH":
-            known = [of for of in PATCHES if not kind.custom or PATCHES[of] is merge]
-            if request.merge not in map(PATCHES.get, known):
-                raise unknown_format(*known)
-
     def serve(self, request: Request, body: Any) -> Any:
-        """The answer: a dict, a text, or the events of a watch. Records the request."""
+        """The answer: a dict, or the events of a watch. Records the request."""
         request.status = 201 if request.verb == "create" else 200
         try:
             with self.changed:
-                if not request.kind:
-                    return discover(request.path.partition("?")[0], list(self.resources.values()))
-                self.check_served(request)
-                kind, what = request.kind, request.what
-                self.require(request, request.verb, kind, what, request.name)
+                kind = request.kind
+                if not kind or request.subresource not in ("", "status"):
+                    what = request.what or request.path
+                    raise Refusal(404, f"this stand-in for an API server does not serve {what}")
+                self.require(request, request.verb, kind, request.what, request.name)
                 action = getattr(self, f"do_{request.verb}")
-                if request.method == "GET":
-                    return action(request)
-                check_body(body)
-                return action(request, body)
+                return action(request) if request.method == "GET" else action(request, body)
         except Refusal as refusal:
             request.status = refusal.code
             raise
@@ -1346,63 +860,51 @@ class ApiServer(Client, contextlib.AbstractContextManager):
     def find(self, request: Request) -> dict:
         found = self.objects[request.resource].get((request.namespace, request.name))
         if not found:
-            raise Refusal(404, "NotFound", f"{request.kind.called(request.name)} not found")
+            raise Refusal(404, f"{request.kind.called(request.name)} not found")
         return found
 
     def concerns(self, request: Request, obj: dict | None) -> bool:
         """Whether an object belongs in this list or watch."""
         if not obj or request.namespace not in ("", obj["metadata"].get("namespace")):
             return False
-        labels, query = obj["metadata"].get("labels", {}), request.query
-        return selects(query.get("labelSelector", ""), labels.get) and selects(
-            query.get("fieldSelector", ""), lambda path: dig(obj, f".{path}")
-        )
+        return selects(request.query.get("labelSelector", ""), obj["metadata"].get("labels", {}))
 
-    def do_get(self, request: Request) -> Any:
-        obj = self.find(request)
-        if request.subresource == "log":
-            return log_of(obj, request.query)
-        return make_table(request.kind, [obj], {}) if request.as_table else obj
+    def do_get(self, request: Request) -> dict:
+        return self.find(request)
 
     def do_list(self, request: Request) -> dict:
         token = request.query.get("continue")
         if token and token not in self.pages:
-            raise Refusal(410, "Expired", "The provided continue parameter is too old")
+            raise Refusal(410, "The provided continue parameter is too old")
         stored = self.objects[request.resource]
         found = [stored[key] for key in sorted(stored) if self.concerns(request, stored[key])]
         version, items = self.pages[token] if token else (self.version, found)
         metadata = {"resourceVersion": str(version)}
-        limit = request.number("limit")
+        limit = int(request.query.get("limit", 0))
         if 0 < limit < len(items):
             metadata["continue"] = uuid.uuid4().hex
             self.pages[metadata["continue"]] = (version, items[limit:])
             items = items[:limit]
-        kind = request.kind
-        if request.as_table:
-            return make_table(kind, items, metadata)
-        if not kind.custom:  # as in a real server's lists, only custom resources have a kind
+        if not request.kind.schema:  # in lists, only custom resources have a kind
             bare = ("kind", "apiVersion")
             items = [{k: v for k, v in obj.items() if k not in bare} for obj in items]
-        of = {"kind": f"{kind.kind}List", "apiVersion": kind.api_version}
+        of = {"kind": f"{request.kind.kind}List", "apiVersion": request.kind.api_version}
         return of | {"metadata": metadata, "items": items}
 
     def do_watch(self, request: Request) -> Iterator[dict]:
-        if "sendInitialEvents" in request.query:  # kubectl lists instead
-            raise request.kind.invalid("", "sendInitialEvents: Forbidden")
-        version = request.number("resourceVersion")
+        version = int(request.query.get("resourceVersion", 0))
         if version > self.version and self.refuse_future:
-            raise Refusal(504, "Timeout", f"Timeout: Too large resource version: {version}")
+            raise Refusal(504, f"Timeout: Too large resource version: {version}")
         if version and version < self.oldest:
-            refusal = Refusal(410, "Expired", f"too old resource version: {version}")
+            refusal = Refusal(410, f"too old resource version: {version}")
             if self.expired_as_status:
                 raise refusal
             return iter([{"type": "ERROR", "object": refusal.status}])
-        seconds = request.number("timeoutSeconds", 1800)
+        seconds = float(request.query.get("timeoutSeconds", 1800))
         return self.follow(request, version or self.version, self.epoch, seconds)
 
     def follow(self, request: Request, version: int, epoch: int, seconds: float) -> Iterator[dict]:
         """The events after a version, until the requested timeout or the end of the epoch."""
-        kind = request.kind
         deadline = time.monotonic() + seconds
         bookmark_at = math.inf
         if "allowWatchBookmarks" in request.query:
@@ -1416,13 +918,10 @@ class ApiServer(Client, contextlib.AbstractContextManager):
                 version = max(version, self.version)
                 if time.monotonic() >= bookmark_at and version == self.version:
                     bookmark_at = time.monotonic() + self.bookmark_seconds
-                    meta = {"resourceVersion": str(version), "creationTimestamp": None}
-                    of = {"kind": kind.kind, "apiVersion": kind.api_version}
-                    events.append(("BOOKMARK", of | {"metadata": meta}))
+                    of = {"kind": request.kind.kind, "apiVersion": request.kind.api_version}
+                    bookmark = of | {"metadata": {"resourceVersion": str(version)}}
+                    events.append(("BOOKMARK", bookmark))
             for name, obj in events:
-                if request.as_table:
-                    version_of = {"resourceVersion": obj["metadata"]["resourceVersion"]}
-                    obj = make_table(kind, [obj] if name != "BOOKMARK" else [], version_of)
                 yield {"type": name, "object": obj}
 
     def events(self, request: Request, since: int) -> list[tuple[str, dict]]:
@@ -1444,20 +943,12 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         kind = request.kind
         if kind.plural in REVIEWS:
             return obj | {"status": self.review(obj["spec"])}
-        meta = obj.setdefault("metadata", {})
-        if meta.get("generateName"):
+        meta = obj["metadata"]
+        if "generateName" in meta:
             meta.setdefault("name", meta["generateName"] + uuid.uuid4().hex[:5])
-        if not meta.get("name"):
-            raise kind.invalid(
-                "", "metadata.name: Required value: name or generateName is required"
-            )
         request.name = meta["name"]
-        check_name(kind, request.name)
-        if kind.namespaced and ("", request.namespace) not in self.objects["namespaces"]:
-            raise Refusal(404, "NotFound", f'namespaces "{request.namespace}" not found')
         if (request.namespace, request.name) in self.objects[kind.plural]:
-            words = f"{kind.called(request.name)} already exists"
-            raise Refusal(409, "AlreadyExists", words)
+            raise Refusal(409, f"{kind.called(request.name)} already exists", "AlreadyExists")
         meta |= {"uid": str(uuid.uuid4()), "creationTimestamp": now()}
         if kind.namespaced:
             meta["namespace"] = request.namespace
@@ -1469,29 +960,19 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         return self.commit(request, "ADDED", self.admit(request, obj, None), None)
 
     def do_update(self, request: Request, obj: dict) -> dict:
-        """Replaces an object. If the version is not given, a PUT creates a lease."""
-        check_identity(request, obj)
-        version = obj["metadata"].get("resourceVersion")
-        is_there = (request.namespace, request.name) in self.objects[request.resource]
-        if is_there or request.resource != "leases":
-            old = self.find(request)
-            if not version:
-                cause = (
-                    "metadata.resourceVersion: Invalid value: 0: must be specified for an update"
-                )
-                raise request.kind.invalid(request.name, cause)
-            return self.replace(request, old, obj)
-        if version:
+        """Replaces an object; without a version, it also creates a Lease."""
+        if request.resource != "leases" or self.objects["leases"].get(
+            (request.namespace, request.name)
+        ):
+            return self.replace(request, self.find(request), obj)
+        if obj["metadata"].get("resourceVersion"):
             raise request.kind.conflict(request.name)
         request.status = 201
         return self.do_create(request, obj)
 
     def do_patch(self, request: Request, patch: dict) -> dict:
         old = self.find(request)
-        new = request.merge(old, patch)
-        check_body(new)
-        check_identity(request, new)
-        return self.replace(request, old, new)
+        return self.replace(request, old, merge(old, patch))
 
     def replace(self, request: Request, old: dict, new: dict) -> dict:
         """Replaces the old state with the new one, as far as the request may change it."""
@@ -1499,13 +980,13 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         given = new.get("metadata", {})
         if given.get("resourceVersion", before["resourceVersion"]) != before["resourceVersion"]:
             raise request.kind.conflict(request.name)
+        if given.get("uid", before["uid"]) != before["uid"]:
+            raise request.kind.invalid(request.name, ["metadata.uid: field is immutable"])
         if request.subresource:
             new = old | {"status": new.get("status", {})}
         else:
-            if given.get("uid", before["uid"]) != before["uid"]:
-                raise request.kind.invalid(request.name, "metadata.uid: field is immutable")
-            stamps = {name: before[name] for name in STAMPS if name in before}
-            new = new | {"metadata": given | stamps}
+            fixed = {name: before[name] for name in IMMUTABLE if name in before}
+            new = new | {"metadata": given | fixed}
             if request.kind.status and "status" in old:
                 new["status"] = old["status"]
         new = self.admit(request, copy(new), old)
@@ -1518,26 +999,17 @@ class ApiServer(Client, contextlib.AbstractContextManager):
     def admit(self, request: Request, obj: dict, old: dict | None) -> dict:
         """The object to store: changed by webhooks, with defaults, validated."""
         kind = request.kind
-        kind.check_type(obj)
         if self.webhook:
             obj = self.webhook(request, obj)
         obj = {"apiVersion": kind.api_version, "kind": kind.kind} | obj
-        causes: list[str] = []
-        check(META, obj["metadata"], ".metadata", causes)
-        if kind.custom and self.validate:
-            kept = check(kind.custom["schema"]["openAPIV3Schema"], obj, "", causes)
-            kept |= {"metadata": obj["metadata"]}  # not in the schema
-            dropped = list(dropped_fields(obj, kept))
-            if dropped and request.query.get("fieldValidation") == "Strict":
-                raise kind.unknown_fields(dropped)
-            request.warnings += [f'unknown field "{field}"' for field in dropped]
-            obj = kept
-        elif kind.plural in SHAPES:
-            check(SHAPES[kind.plural], obj, "", causes)
-        if not causes:
-            causes += self.broken_rules(kind, obj, old)
-        if causes:
-            raise kind.invalid(request.name, *causes)
+        if kind.schema and self.validate:
+            causes: list[str] = []
+            unknown: list[str] = []
+            obj = check(kind.schema, obj, "", causes, unknown)
+            if unknown and request.query.get("fieldValidation") == "Strict":
+                raise Refusal(400, ", ".join(f'unknown field "{name}"' for name in unknown))
+            if causes:
+                raise kind.invalid(request.name, causes)
         if kind.plural == "daemonsets":
             default_daemonset(obj)
             count_template(obj, old)
@@ -1546,72 +1018,12 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         self.check_owners(request, obj, old)
         return obj
 
-    def broken_rules(self, kind: Resource, obj: dict, old: dict | None) -> Iterator[str]:
-        """What is wrong with an object whose fields all have the right types."""
-        if kind.plural == "daemonsets":
-            yield from broken_strategy(obj["spec"])
-            yield from broken_selector(obj["spec"], old)
-        paths = [".metadata.labels", ".metadata.annotations"]
-        if kind.plural in LABEL_MAPS and (self.validate or not kind.custom):
-            paths.append(LABEL_MAPS[kind.plural])
-        for path in paths:
-            yield from broken_keys(dig(obj, path) or {}, path[1:])
-
-    def do_delete(self, request: Request, options: dict) -> dict:
-        obj = self.find(request)
-        if obj["kind"] == "Namespace" and request.name == "default":
-            words = 'namespaces "default" is forbidden: this namespace may not be deleted'
-            raise Refusal(403, "Forbidden", words)
-        if not (options.get("dryRun") or "dryRun" in request.query):
-            if options.get("propagationPolicy") == "Orphan":
-                self.orphan_dependents(obj["metadata"]["uid"])
-            self.remove(obj, at_once=options.get("gracePeriodSeconds") == 0)
-        return obj
-
-    def remove(self, obj: dict, at_once: bool = False) -> None:
-        """Deletes an object, or marks it if it has to wait for finalizers or a kubelet."""
-        kind = self.kind_of(obj)
-        meta = obj["metadata"]
-        request = Request("DELETE", "", "", kind=kind)
-        waits = kind.plural == "pods" and self.graceful and not at_once
-        if not waits and not meta.get("finalizers"):
-            self.commit(request, "DELETED", obj, obj)
-            for inner in self.contents(obj):
-                self.remove(inner)
-            if kind.plural == "customresourcedefinitions":
-                del self.resources[resource_of(obj).plural]
-        elif "deletionTimestamp" not in meta:
-            marked = obj | {"metadata": meta | {"deletionTimestamp": now()}}
-            self.commit(request, "MODIFIED", marked, obj)
-
-    def orphan_dependents(self, uid: str) -> None:
-        """Removes an owner from everything that it owns."""
-        for obj in [obj for objs in self.objects.values() for obj in objs.values()]:
-            owners = obj["metadata"].get("ownerReferences", [])
-            others = [owner for owner in owners if owner["uid"] != uid]
-            if others != owners:
-                orphan = obj | {"metadata": obj["metadata"] | {"ownerReferences": others}}
-                self.commit(
-                    Request("PATCH", "", "", kind=self.kind_of(obj)), "MODIFIED", orphan, obj
-                )
-
-    def contents(self, obj: dict) -> list[dict]:
-        """What goes with an object: a namespace's objects, or those of a CRD."""
-        if obj["kind"] == "CustomResourceDefinition":
-            return list(self.objects[resource_of(obj).plural].values())
-        if obj["kind"] != "Namespace":
-            return []
-        stored = [inner for objs in self.objects.values() for inner in objs.values()]
-        name = obj["metadata"]["name"]
-        return [inner for inner in stored if inner["metadata"].get("namespace") == name]
-
     def commit(self, request: Request, kind: str, obj: dict, old: dict | None) -> dict:
         """Stores a change, if it is one, under the next version and wakes the watches."""
         if (kind == "MODIFIED" and obj == old) or "dryRun" in request.query:
             return obj
         self.version += 1
-        stamp = {"resourceVersion": str(self.version)}
-        stamp |= {"managedFields": managed_fields(request, obj, old)}
+        stamp = {"resourceVersion": str(self.version), "managedFields": last_writers(request, old)}
         obj = obj | {"metadata": obj["metadata"] | stamp}
         key = (obj["metadata"].get("namespace", ""), obj["metadata"]["name"])
         self.objects[request.resource][key] = obj
@@ -1624,30 +1036,69 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         self.changed.notify_all()
         return obj
 
+    # -- deletion
+
+    def do_delete(self, request: Request, options: dict) -> dict:
+        obj = self.find(request)
+        in_foreground = options.get("propagationPolicy") == "Foreground"
+        self.remove(obj, options.get("gracePeriodSeconds") == 0, in_foreground)
+        return obj
+
+    def remove(self, obj: dict, at_once: bool = False, in_foreground: bool = False) -> None:
+        """Deletes an object, or marks it if it waits for finalizers, what it owns, or a kubelet."""
+        meta = obj["metadata"]
+        request = Request("DELETE", "", "", kind=self.kind_of(obj))
+        finalizers = meta.get("finalizers", []) + [FOREGROUND] * in_foreground
+        is_graceful = obj["kind"] == "Pod" and self.graceful and not at_once
+        if not finalizers and not is_graceful:
+            self.commit(request, "DELETED", obj, obj)
+            if obj["kind"] == "CustomResourceDefinition":
+                plural = resource_of(obj).plural
+                for custom in list(self.objects[plural].values()):
+                    self.remove(custom)
+                del self.resources[plural]
+        elif "deletionTimestamp" not in meta:
+            mark = {"deletionTimestamp": now()}
+            mark |= {"finalizers": finalizers} if finalizers else {}
+            self.commit(request, "MODIFIED", obj | {"metadata": meta | mark}, obj)
+
     def collect_garbage(self) -> None:
-        """Runs in the background: deletes objects whose owners are all gone."""
+        """Runs in the background: deletes what has lost its owners."""
         seen = 0
         while not self.stopping.wait(0.05):
             with self.surviving("the garbage collector"), self.changed:
                 if self.collect and self.version != seen:
                     seen = self.version
-                    stored = [obj for objs in self.objects.values() for obj in objs.values()]
-                    uids = {obj["metadata"]["uid"] for obj in stored}
-                    for obj in stored:
-                        owners = obj["metadata"].get("ownerReferences")
-                        if owners and not any(owner["uid"] in uids for owner in owners):
-                            self.remove(obj)
+                    self.collect_once()
 
-    def review(self, spec: dict) -> dict:
-        """The status of a TokenReview or a SubjectAccessReview."""
-        if "token" in spec:
-            user = self.tokens.get(spec["token"])
-            if not user:
-                return {"user": {}, "error": "invalid bearer token"}
-            return {"authenticated": True, "user": {"username": USERS.get(user, user)}}
-        asked = spec["nonResourceAttributes"]
-        allowed = self.allowed(spec["user"], verbs=asked["verb"], nonResourceURLs=asked["path"])
-        return {"allowed": allowed}
+    def collect_once(self) -> None:
+        stored = [obj for objs in self.objects.values() for obj in objs.values()]
+        by_uid = {obj["metadata"]["uid"]: obj for obj in stored}
+        owned_by = {obj["metadata"]["uid"]: owner_uids(obj) for obj in stored}
+        busy = {uid for uids in owned_by.values() for uid in uids}  # these own something
+        for uid, obj in by_uid.items():
+            owners = [by_uid.get(owner) for owner in owned_by[uid]]
+            if is_going_in_foreground(obj) and uid not in busy:
+                self.release(obj)
+            elif owners and all(owner is None or is_going_in_foreground(owner) for owner in owners):
+                self.remove(obj, in_foreground=any(owners) and uid in busy)
+
+    def release(self, obj: dict) -> None:
+        """Ends an object's foreground deletion."""
+        meta = obj["metadata"]
+        kept = [name for name in meta["finalizers"] if name != FOREGROUND]
+        freed = obj | {"metadata": meta | {"finalizers": kept}}
+        request = Request("PATCH", "", "", kind=self.kind_of(obj))
+        self.commit(request, "MODIFIED" if kept else "DELETED", freed, obj)
+
+
+def owner_uids(obj: dict) -> list[str]:
+    return [owner["uid"] for owner in obj["metadata"].get("ownerReferences", [])]
+
+
+def is_going_in_foreground(obj: dict) -> bool:
+    meta = obj["metadata"]
+    return "deletionTimestamp" in meta and FOREGROUND in meta.get("finalizers", ())
 
 
 USERS = {"sked": "system:serviceaccount:sked-system:sked-controller-manager"}  # RBAC's names
@@ -1657,74 +1108,6 @@ def subject_name(subject: dict) -> str:
     if subject["kind"] == "ServiceAccount":
         return f"system:serviceaccount:{subject.get('namespace')}:{subject['name']}"
     return subject["name"]
-
-
-STAND_IN = "v1.36.0-stand-in"
-
-
-def discover(path: str, kinds: list[Resource]) -> dict | str:
-    """The answers to kubectl's questions: what is served, and what the fields mean."""
-    roots = {kind.root for kind in kinds}
-    if path == "/version":
-        return {"major": "1", "minor": "36", "gitVersion": STAND_IN}
-    if path == "/api":
-        return {"kind": "APIVersions", "versions": ["v1"]}
-    if path == "/apis":
-        groups = [described_group(group) for group in {kind.group for kind in kinds} if group]
-        return {"kind": "APIGroupList", "groups": groups}
-    if path == "/openapi/v3":
-        return {"paths": {root[1:]: {"serverRelativeURL": path + root} for root in roots}}
-    if path == "/openapi/v2":  # asked by kubectl about kinds that v3 lacks: an empty protobuf
-        return ""
-    if path in ("/healthz", "/livez", "/readyz"):
-        return "ok"
-    root = path.removeprefix("/openapi/v3")
-    if root not in roots:
-        found = PATH.fullmatch(path)
-        raise not_served(found["plural"] if found else "")
-    here = [kind for kind in kinds if kind.root == root]
-    if root != path:
-        return open_api(here)
-    resources = [about for kind in here for about in described(kind)]
-    version = path.partition("/apis/")[2] or "v1"
-    return {"kind": "APIResourceList", "groupVersion": version, "resources": resources}
-
-
-def open_api(kinds: list[Resource]) -> dict:
-    """The OpenAPI of one group, for kubectl explain; only custom resources have a schema.
-
-    For kubectl apply, it also says that the server validates fields.
-    """
-    paths, schemas = {}, {}
-    for kind in kinds:
-        of = {"group": kind.group, "version": "v1", "kind": kind.kind}
-        marked = {"x-kubernetes-group-version-kind": of}
-        patch = marked | {"parameters": [{"name": "fieldValidation", "in": "query"}]}
-        paths[kind.path("{namespace}", "{name}")] = {"get": marked, "patch": patch}
-        if kind.custom:
-            schema = kind.custom["schema"]["openAPIV3Schema"]
-            schemas[kind.kind] = schema | {"x-kubernetes-group-version-kind": [of]}
-    return {"openapi": "3.0.0", "paths": paths, "components": {"schemas": schemas}}
-
-
-def described_group(name: str) -> dict:
-    version = {"groupVersion": f"{name}/v1", "version": "v1"}
-    return {"name": name, "versions": [version], "preferredVersion": version}
-
-
-def described(kind: Resource) -> Iterator[dict]:
-    """A resource and its subresources, as discovery lists them."""
-    verbs = ["create", "delete", "get", "list", "patch", "update", "watch"]
-    for sub in kind.subresources:
-        yield {
-            "name": f"{kind.plural}/{sub}" if sub else kind.plural,
-            "singularName": kind.kind.lower(),
-            "namespaced": kind.namespaced,
-            "kind": kind.kind,
-            "shortNames": [kind.short] if kind.short and not sub else [],
-            "categories": [] if sub else list(kind.categories),
-            "verbs": ["create"] if kind.plural in REVIEWS else verbs,
-        }
 
 
 def write_kubeconfig(
@@ -1776,18 +1159,12 @@ class HttpHandler(http.server.BaseHTTPRequestHandler):
     server: HttpServer
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
-    warnings: Iterable[str] = ()
     wbufsize = -1  # headers and body in one packet
 
     def respond(self) -> None:
         """Does what is asked and answers, unless a fault interferes."""
         api = self.server.api
-        self.warnings = []
-        length = self.headers.get("Content-Length", "0")
-        if not length.isdecimal():
-            self.send_error(400, f"Content-Length: {length!r} is not a number")
-            return
-        body = self.rfile.read(int(length))
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         fault = api.next_fault(self.command, self.path) or Fault("", "", action="none")
         api.thawed.wait()
         if fault.action in ("hang", "drop", "error", "garbage"):
@@ -1815,47 +1192,23 @@ class HttpHandler(http.server.BaseHTTPRequestHandler):
             fault.over.wait()
         if fault.action == "error":
             request.status = fault.status
-        return fault.status, Refusal(fault.status, "InternalError", "a fault").status
+        return fault.status, Refusal(fault.status, "a fault").status
 
     def obey(self, body: bytes) -> tuple[int, Any]:
         api = self.server.api
         try:
             user = api.authenticate(self.token, self.connection.getpeercert() if api.tls else None)
-            user = api.impersonate(user, self.headers.get("Impersonate-User", ""))
-            request = api.parse(self.command, self.path, user, self.headers)
-            self.warnings = request.warnings
-            content = api.serve(request, self.decode(body, request.kind))
+            request = api.parse(self.command, self.path, user, self.headers.get("User-Agent", ""))
+            if self.command == "PATCH" and "merge-patch+json" not in self.headers["Content-Type"]:
+                raise Refusal(415, "this stand-in for an API server takes JSON merge patches only")
+            content = api.serve(request, json.loads(body or "{}"))
             return request.status, content
         except Refusal as refusal:
             return refusal.code, refusal.status
-        except RecursionError:
-            words = "the body of the request is nested too deeply"
-            return 400, Refusal(400, "BadRequest", words).status
         except Exception as error:
             api.report_bug(f"{self.command} {self.path}")
             words = f"this stand-in for an API server has a bug here: {error!r}"
-            return 500, Refusal(500, "InternalError", words).status
-
-    def decode(self, body: bytes, kind: Resource | None) -> Any:
-        """The object in a request. A new kubectl sends protobuf, which we read for namespaces."""
-        if not kind:
-            return {}  # not served, whatever is in it
-        is_protobuf = body.startswith(PROTOBUF)
-        if is_protobuf and kind.plural == "namespaces":
-            return read_namespace(body)
-        try:
-            return json.loads(body or "{}")
-        except ValueError:
-            if is_protobuf:
-                only = "application/json (this command of kubectl sends protobuf; apply sends JSON)"
-                raise unknown_format(only) from None
-            raise Refusal(400, "BadRequest", "the body of the request is not JSON") from None
-
-    def send_error(self, code: int, message: str | None = None, *_: object) -> None:
-        """Answers what is not even a request that HttpHandler knows."""
-        status = Refusal(code, "", message or "this is not a request to an API server").status
-        self.close_connection = True
-        self.answer(code, status, Fault("", "", action="close"))
+            return 500, Refusal(500, words).status
 
     @property
     def token(self) -> str:
@@ -1882,8 +1235,6 @@ class HttpHandler(http.server.BaseHTTPRequestHandler):
         self.send_response(status)
         for name, value in ({"Content-Type": "application/json"} | headers).items():
             self.send_header(name, value)
-        for text in self.warnings:
-            self.send_header("Warning", f"299 - {json.dumps(text)}")
         self.end_headers()
 
     def send(self, data: bytes, fault: Fault) -> None:
@@ -1898,40 +1249,6 @@ class HttpHandler(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         pass
-
-
-PROTOBUF = b"k8s\0"
-
-
-def protobuf_field(message: bytes, number: int) -> bytes:
-    """The content of the first field with this number, which must be a string or a message."""
-    position = 0
-
-    def varint() -> int:
-        nonlocal position
-        value = shift = 0
-        while True:
-            byte = message[position]
-            position += 1
-            value |= (byte & 127) << shift
-            shift += 7
-            if byte < 128:
-                return value
-
-    while position < len(message):
-        tag = varint()
-        size = varint()  # or a number's value
-        if tag & 7 == 2:
-            position += size
-            if tag >> 3 == number:
-                return message[position - size : position]
-    return b""
-
-
-def read_namespace(body: bytes) -> dict:
-    """A Namespace in protobuf: the raw object in an envelope, its metadata, the name."""
-    name = functools.reduce(protobuf_field, (2, 1, 1), body.removeprefix(PROTOBUF))
-    return {"kind": "Namespace", "metadata": {"name": name.decode()}}
 
 
 NEW_KEY = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
@@ -1987,7 +1304,6 @@ def encoded(path: Path) -> str:
 
 # ---------------------------------------------------------------- nodes
 
-COMPANY = ".spec.affinity.podAffinity.requiredDuringSchedulingIgnoredDuringExecution"
 TERMS = ".affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.nodeSelectorTerms"
 
 
@@ -1999,40 +1315,18 @@ def holds(requirement: dict, labels: dict) -> bool:
     return (labels.get(requirement["key"]) in requirement.get("values", ())) == (operator == "In")
 
 
-UNREACHABLE = "node.kubernetes.io/unreachable"
-BUILT_IN_TOLERATION = {"key": UNREACHABLE, "operator": "Exists", "effect": "NoExecute"}
-
-
-def tolerates(pod: dict, taint: dict) -> bool:
-    for toleration in [BUILT_IN_TOLERATION, *pod.get("tolerations", [])]:
-        exists = toleration.get("operator") == "Exists"
-        same_key = toleration.get("key") in (None, taint["key"])
-        same_effect = toleration.get("effect") in (None, taint["effect"])
-        if same_key and same_effect and (exists or toleration.get("value") == taint.get("value")):
-            return True
-    return False
-
-
-def fits(pod: dict, node: dict, effects: tuple[str, ...]) -> bool:
-    """Whether a pod's spec lets it run on a node; only taints with these effects count."""
+def fits(pod: dict, node: dict) -> bool:
+    """Whether a pod's nodeSelector and affinity let it run on a node."""
     labels = node["metadata"].get("labels", {})
     if not pod.get("nodeSelector", {}).items() <= labels.items():
         return False
-    for taint in dig(node, ".spec.taints") or []:
-        if taint["effect"] in effects and not tolerates(pod, taint):
-            return False
     terms = [term.get("matchExpressions", []) for term in dig(pod, TERMS) or [{}]]
     return any(all(holds(requirement, labels) for requirement in term) for term in terms)
 
 
-def node_of(pod: dict) -> str | None:
-    """The node of a pod; a DaemonSet's pod has one even before it is bound."""
-    meant_for = dig(pod["spec"], f"{TERMS}[0].matchFields[0].values[0]")
-    return meant_for or pod["spec"].get("nodeName")
-
-
-def is_scheduler(pod: dict) -> bool:
-    return "scx" in [container["name"] for container in pod["spec"]["containers"]]
+def node_of(pod: dict) -> str:
+    """The node that the DaemonSet controller meant a pod for, which may not be bound yet."""
+    return dig(pod["spec"], f"{TERMS}[0].matchFields[0].values[0]")
 
 
 def ready_since(pod: dict) -> str | None:
@@ -2054,8 +1348,7 @@ class Kubelets:
     A pod runs and is ready, with these exceptions. An image with the tag nopull cannot be pulled.
     One with the tag crash crash-loops, and so does a second scheduler on a node: as on a real
     kernel, the first one holds it until it is gone. One with the tag idle runs but attaches
-    nothing, which only a probe notices. Other pods than schedulers just run, too, on the first node
-    that fits. Tests set the attributes.
+    nothing, which only a probe notices. Tests set the attributes.
     """
 
     def __init__(self, server: ApiServer) -> None:
@@ -2071,30 +1364,18 @@ class Kubelets:
         threading.Thread(target=self.run, name="kubelets", daemon=True).start()
 
     def add_node(self, name: str, **labels: str) -> None:
-        labels |= {"kubernetes.io/hostname": name, "kubernetes.io/os": "linux"}
-        node = {"kind": "Node", "metadata": {"name": name, "labels": labels}}
-        times = dict.fromkeys(("lastHeartbeatTime", "lastTransitionTime"), now())
-        ready = {"type": "Ready", "status": "True", "reason": "KubeletReady", **times}
-        info = {"kubeletVersion": STAND_IN, "kernelVersion": "6.12.0", "operatingSystem": "linux"}
-        room = {"cpu": "4", "memory": "8Gi", "ephemeral-storage": "50Gi", "pods": "110"}
-        status = {"conditions": [ready], "nodeInfo": info, "capacity": room, "allocatable": room}
-        self.server.create(node | {"spec": {}, "status": status})
+        labels |= {"kubernetes.io/hostname": name}
+        self.server.create({"kind": "Node", "metadata": {"name": name, "labels": labels}})
 
     def silence(self, name: str) -> None:
-        """Loses a node: the node controller taints it and marks its pods unready."""
-        effects = ("NoSchedule", "NoExecute")
+        """Loses a node: no DaemonSet wants it any more, and its pods are marked unready."""
         self.silent.add(name)
-        self.taint(name, [{"key": UNREACHABLE, "effect": effect} for effect in effects])
         self.mark_pods(name, "False")
 
     def wake(self, name: str) -> None:
         """Brings a node back; its containers never stopped."""
         self.silent.remove(name)
-        self.taint(name, [])
         self.mark_pods(name, "True")
-
-    def taint(self, name: str, taints: list[dict]) -> None:
-        self.server.patch("nodes", "", name, {"spec": {"taints": taints}})
 
     def mark_pods(self, node: str, status: str) -> None:
         for pod in self.server.list("pods"):
@@ -2148,11 +1429,12 @@ class Kubelets:
     def sync(self, daemonset: dict, pods: dict[str, dict]) -> None:
         """Syncs one DaemonSet, given its pods by node.
 
-        A pod on a node with a new NoSchedule taint is misscheduled: it stays but does not count.
+        A pod on a lost node is misscheduled: it stays but does not count.
         """
         spec = daemonset["spec"]
         revision = revision_of(spec["template"])
-        wanted = self.nodes_for(spec, ("NoExecute", "NoSchedule"))
+        selected = self.nodes_for(spec["template"]["spec"])
+        wanted = selected - self.silent
         mine = wanted & pods.keys()
         updated = {
             node
@@ -2161,8 +1443,8 @@ class Kubelets:
         }
         ready = {node: since for node, pod in pods.items() if (since := ready_since(pod))}
         enough = spec.get("minReadySeconds", 0)
-        available = {node for node, since in ready.items() if seconds_since(since) >= enough}
-        doomed = pods.keys() - self.nodes_for(spec, ("NoExecute",))
+        available = {node for node, since in ready.items() if seconds_ago(since) >= enough}
+        doomed = pods.keys() - selected
         if spec["updateStrategy"]["type"] == "RollingUpdate":
             doomed |= outdated(spec, wanted, pods.keys() - updated, available)
         for node in doomed:
@@ -2180,10 +1462,9 @@ class Kubelets:
         }
         self.report(daemonset, status)
 
-    def nodes_for(self, spec: dict, effects: tuple[str, ...]) -> set[str]:
+    def nodes_for(self, pod: dict) -> set[str]:
         nodes = self.server.objects["nodes"].values()
-        pod = spec["template"]["spec"]
-        return {node["metadata"]["name"] for node in nodes if fits(pod, node, effects)}
+        return {node["metadata"]["name"] for node in nodes if fits(pod, node)}
 
     def make_pod(self, daemonset: dict, node: str, revision: str) -> None:
         meta = daemonset["metadata"]
@@ -2211,30 +1492,7 @@ class Kubelets:
 
     # -- the scheduler
 
-    def schedule(self, pod: dict) -> None:
-        """Binds a pod that no controller has meant for a node to the first one that fits."""
-        effects = ("NoExecute", "NoSchedule")
-        for (_, name), node in sorted(self.server.objects["nodes"].items()):
-            closed = dig(node, ".spec.unschedulable")
-            if not closed and fits(pod["spec"], node, effects) and self.has_company(pod, name):
-                self.bind(pod, name)
-                return
-
-    def has_company(self, pod: dict, node: str) -> bool:
-        """Whether the pods that a pod's affinity asks for are on a node."""
-        there = [
-            other["metadata"].get("labels", {})
-            for other in self.server.objects["pods"].values()
-            if node_of(other) == node
-        ]
-        wanted = [dig(term, ".labelSelector.matchLabels") for term in dig(pod, COMPANY) or []]
-        return all(any(want.items() <= labels.items() for labels in there) for want in wanted)
-
-    def bind(self, pod: dict, node: str) -> None:
-        key = (pod["metadata"]["namespace"], pod["metadata"]["name"])
-        self.server.patch("pods", *key, {"spec": {"nodeName": node}})
-
-    # -- the life of a pod
+    # -- the scheduler and the kubelets
 
     def since(self, pod: dict, what: str) -> float:
         """Seconds since this was first seen for a pod."""
@@ -2247,12 +1505,8 @@ class Kubelets:
         if node_of(pod) in self.silent:
             return
         if "deletionTimestamp" in pod["metadata"]:
-            lost = ("", node_of(pod)) not in self.server.objects["nodes"]
-            if lost or self.since(pod, "end") >= self.stop_seconds:
+            if self.since(pod, "end") >= self.stop_seconds:
                 self.server.remove(pod, at_once=True)
-            return
-        if not node_of(pod):
-            self.schedule(pod)
             return
         seconds = self.since(pod, "birth") - self.start_seconds
         if seconds >= 0 and uid not in self.attached:
@@ -2266,8 +1520,8 @@ class Kubelets:
         tag = tag_of(pod)
         if tag == "nopull":
             return "nopull", 0
-        if not is_scheduler(pod) or (tag == "idle" and len(pod["spec"]["containers"]) == 1):
-            return "attached", 0  # it just runs, or nobody can tell without a probe
+        if tag == "idle" and len(pod["spec"]["containers"]) == 1:
+            return "attached", 0  # nobody can tell without a probe
         up, dead, waiting = self.crash_seconds
         count = 0
         while seconds >= up + (pause := min((dead + waiting) * 2**count, LONGEST_BACKOFF_SECONDS)):
@@ -2283,7 +1537,8 @@ class Kubelets:
 
     def take(self, pod: dict, step: str, restarts: int) -> None:
         """Reports a step as the scheduler and the kubelet do."""
-        self.bind(pod, node_of(pod))
+        key = (pod["metadata"]["namespace"], pod["metadata"]["name"])
+        self.server.patch("pods", *key, {"spec": {"nodeName": node_of(pod)}})
         containers = [
             container_status(pod, container, step, restarts)
             for container in pod["spec"]["containers"]
@@ -2295,7 +1550,6 @@ class Kubelets:
 
 
 LONGEST_BACKOFF_SECONDS = 300.0  # of a crash loop
-FIRST_WORDS = {"scx": "attached\n"}  # once it is ready; a probe prints nothing
 LAST_WORDS = {  # of a container that fails, by the tag of the image
     "crash": "Failed to load BPF program",
     "idle": "no scheduler is attached: /sys/kernel/sched_ext/state is 'disabled'",
@@ -2349,29 +1603,6 @@ def container_status(pod: dict, container: dict, step: str, restarts: int) -> di
     }
 
 
-def log_of(pod: dict, query: dict[str, str]) -> str:
-    """What kubectl logs prints, or a refusal in the kubelet's words."""
-    name = pod["metadata"]["name"]
-    container = query.get("container") or pod["spec"]["containers"][0]["name"]
-    if container not in [found["name"] for found in pod["spec"]["containers"]]:
-        words = f"container {container} is not valid for pod {name}"
-        raise Refusal(400, "BadRequest", words)
-    status = dig(pod, f'.status.containerStatuses[?(@.name=="{container}")]') or {}
-    what = f'container "{container}" in pod "{name}"'
-    waiting = dig(status, ".state.waiting.reason") if status else "ContainerCreating"
-    if query.get("previous") == "true":
-        if "terminated" not in status.get("lastState", {}):
-            raise Refusal(400, "BadRequest", f"previous terminated {what} not found")
-    elif waiting and not status.get("lastState"):
-        why = "trying and failing to pull image" if waiting == "ImagePullBackOff" else waiting
-        raise Refusal(400, "BadRequest", f"{what} is waiting to start: {why}")
-    elif "running" in status["state"] and status["ready"]:
-        return "" if tag_of(pod) == "idle" else FIRST_WORDS.get(container, "")
-    if container == "probe" or container != culprit_of(pod):
-        return ""  # a probe writes to its termination log instead
-    return f"{final_words(pod)}\n"
-
-
 def outdated(spec: dict, wanted: set, old: set, available: set) -> set[str]:
     """The nodes whose old pod a rolling update deletes now."""
     most = spec["updateStrategy"]["rollingUpdate"]["maxUnavailable"]
@@ -2399,7 +1630,7 @@ class Cluster(Client):
         try:
             return self.api.request(method, path, body, **dict(urllib.parse.parse_qsl(query)))
         except sked.ApiError as error:
-            raise Refusal(error.status, "", str(error)) from None
+            raise Refusal(error.status, str(error)) from None
 
     def namespace(self) -> str:
         """A new namespace, deleted after the test."""
@@ -2408,6 +1639,12 @@ class Cluster(Client):
         meta = {"name": self.namespaces[-1], "labels": labels}
         self.create({"apiVersion": "v1", "kind": "Namespace", "metadata": meta})
         return self.namespaces[-1]
+
+    def install(self) -> None:
+        """Applies install.yaml to a real cluster."""
+        for obj in installed():
+            self.apply(obj)
+        eventually(self.serves_schedexts)
 
     def serves_schedexts(self) -> bool:
         with contextlib.suppress(Refusal):  # a new CRD takes a moment
@@ -2419,9 +1656,7 @@ class Cluster(Client):
         """A kubeconfig with the permissions of the operator's service account."""
         if self.server:
             return self.server.kubeconfig("sked")
-        for obj in installed():
-            self.apply(obj)
-        eventually(self.serves_schedexts)
+        self.install()
         account = ("sked-system", "sked-controller-manager", "token")
         token = self.call("POST", BUILT_IN["serviceaccounts"].path(*account), {"spec": {}})
         kubeconfig = yaml.safe_load(Path(self.path).read_text())
@@ -2496,7 +1731,7 @@ def cluster() -> Iterator[Cluster]:
     if "SKED_TEST_KUBECONFIG" not in os.environ:
         with ApiServer() as server:
             yield Cluster(server)
-            assert server.bugs == 0, "see the log of the stand-in"
+            assert server.bugs == set(), "see the log of the stand-in"
         return
     cluster = Cluster()
     yield cluster
@@ -2791,17 +2026,19 @@ class World:
     def stop(self) -> None:
         if self.operator:
             self.operator.stop.set()
-        eventually(lambda: not [t for t in threading.enumerate() if t.name.startswith("worker-")])
+        eventually(
+            lambda: [t for t in threading.enumerate() if t.name.startswith("worker-")], nothing
+        )
 
     def restart(self) -> list[str]:
         """Restarts sked; returns what it writes until it has reconciled every SchedExt."""
-        eventually(lambda: not self.written(time.time() - 0.5))
+        eventually(lambda: self.written(time.time() - 0.5), nothing)
         self.stop()
         since = time.time()
         self.set("METRICS", sked.Metrics())
         self.start()
         total = len(self.api.list("schedexts"))
-        eventually(lambda: passes() >= total)
+        eventually(passes, at_least(total))
         return self.written(since)
 
     def is_idle(self) -> bool:
@@ -2843,15 +2080,13 @@ class World:
         Problems that do not go away by waiting must also be Stalled, for GitOps tools; no others.
         """
 
-        def has_reason() -> bool:
-            found[0] = self.get(name)
-            ready = dig(found[0], READY) or {}
-            current = ready.get("observedGeneration") == found[0]["metadata"]["generation"]
-            return current and ready["reason"] == reason
+        def is_reached(obj: dict) -> bool:
+            ready = dig(obj, READY) or {}
+            is_current = ready.get("observedGeneration") == obj["metadata"]["generation"]
+            return is_current and ready["reason"] == reason
 
-        found = [{}]
-        eventually(has_reason)
-        ready, stalled = dig(found[0], READY), dig(found[0], STALLED) or {}
+        obj = eventually(lambda: self.get(name), is_reached)
+        ready, stalled = dig(obj, READY), dig(obj, STALLED) or {}
         same = ("True", reason, ready["message"])
         expected = same if reason in ("NameTaken", "Rejected") else (None, None, None)
         assert tuple(map(stalled.get, ("status", "reason", "message"))) == expected
@@ -2911,9 +2146,12 @@ def uids(kubelets: Kubelets) -> dict[str, str]:
 # ---------------------------------------------------------------- the API server
 
 
+A_LIST = "/apis/sked.schedkit.io/v1/schedexts"
+
+
 def call_fails(api: sked.Api, words: str) -> bool:
     with pytest.raises(sked.ApiError, match=words):
-        api.request("GET", "/api")
+        api.request("GET", A_LIST)
     return True
 
 
@@ -2940,7 +2178,7 @@ def test_the_server_certificate_is_checked_the_way_kubectl_does_it(secure, host,
     cluster |= {"server": f"https://{host}:{secure.port}"}
     path = authority() / "config"  # next to the files that it names
     api = connect(write_kubeconfig(path, "x", {"x": cluster}, {"token": "sked"}))
-    assert call_fails(api, words) if words else api.request("GET", "/api")
+    assert call_fails(api, words) if words else api.request("GET", A_LIST)
 
 
 RECONNECTS = """if True:
@@ -2948,19 +2186,19 @@ RECONNECTS = """if True:
     api = sked.Api(lambda: sked.load_configuration(sys.argv[1], None))
     def reconnect():
         for _ in range(100):
-            api.request("GET", "/api")
+            api.request("GET", sys.argv[2])
     threads = [threading.Thread(target=reconnect) for _ in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    print(api.request("GET", "/api")["kind"])"""
+    print(api.request("GET", sys.argv[2])["kind"])"""
 
 
 def test_a_client_certificate_works_on_many_connections_at_once(secure):
-    answers = secure.fault("GET", "/api", None, "close")
+    answers = secure.fault("GET", A_LIST, None, "close")
     kubeconfig = secure.kubeconfig("sked", certificate=True)
-    assert python("-c", RECONNECTS, str(kubeconfig)) == "APIVersions\n"
+    assert python("-c", RECONNECTS, str(kubeconfig), A_LIST) == "SchedExtList\n"
     assert answers.hits == 6 * 100 + 1
 
 
@@ -2972,14 +2210,13 @@ def test_a_failed_credential_plugin_is_run_again_and_no_request_goes_without_a_t
     plugin = {"exec": of | {"command": "cat", "args": [str(answer)]}}
     ca = str(authority() / "ca.crt")
     cluster = {"server": f"https://127.0.0.1:{secure.port}", "certificate-authority": ca}
-    secure.anonymous = "nobody"
     api = connect(write_kubeconfig(tmp_path / "config", "x", {"x": cluster}, plugin))
     for token in ("first", "second"):
         assert call_fails(api, "no credentials")
         credential = of | {"kind": "ExecCredential", "status": {"token": token}}
         answer.write_text(json.dumps(credential))
         secure.tokens[token] = "sked"
-        assert api.request("GET", "/api")
+        assert api.request("GET", A_LIST)
         del secure.tokens[token]
         answer.unlink()
         assert call_fails(api, "Unauthorized")
@@ -2990,11 +2227,11 @@ def test_a_rotated_token_is_read_again(in_pod, secure, monkeypatch):
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(secure.port))
     secure.tokens["first"] = "sked"
     api = connect(None)
-    assert api.request("GET", "/api")
+    assert api.request("GET", A_LIST)
     secure.tokens["second"] = secure.tokens.pop("first")
     assert call_fails(api, "Unauthorized")
     (in_pod / "token").write_text("second")
-    assert api.request("GET", "/api")
+    assert api.request("GET", A_LIST)
 
 
 def test_a_renewed_ca_is_read_again(secure):
@@ -3005,7 +2242,7 @@ def test_a_renewed_ca_is_read_again(secure):
     api = connect(kubeconfig)
     assert call_fails(api, "self-signed")
     kubeconfig.write_text(renewed)
-    assert api.request("GET", "/api")
+    assert api.request("GET", A_LIST)
 
 
 def test_a_proxy_gets_the_absolute_url(home, monkeypatch):
@@ -3043,12 +2280,11 @@ def metrics_at(port: int) -> dict[str, float]:
     return metrics_in(ask(port, "/metrics")[1])
 
 
-CRDS = ("customresourcedefinitions", "", "schedexts.sked.schedkit.io")
 TROUBLE = {  # how it begins and ends, and what is logged
     "unreachable": (ApiServer.stop_listening, ApiServer.start_listening, ["Connection refused"]),
     "silent": (ApiServer.freeze, ApiServer.thaw, ["timed out"]),
     "no CRD": (
-        lambda server: server.delete(*CRDS),
+        lambda server: server.delete(*CRD),
         lambda server: server.create(THE_CRD),
         ["install the CRD with 'kubectl apply -f install.yaml'"],
     ),
@@ -3069,15 +2305,17 @@ def test_an_api_server_problem_is_logged_once_and_waited_out(
         request.getfixturevalue("haste")
     begin(server)
     _, port = operate()
-    eventually(lambda: sum(n for name, n in metrics_at(port).items() if "requests" in name) >= 9)
+    eventually(
+        lambda: sum(n for name, n in metrics_at(port).items() if "requests" in name), at_least(9)
+    )
     logged = sorted(caplog.messages)
     assert len(logged) == len(lines)
     assert all(words in line for words, line in zip(lines, logged))
     caplog.set_level(logging.INFO)
     end(server)
     server.create(schedext("late"))
-    eventually(lambda: images(server) == {"late": RUSTY})
-    eventually(lambda: caplog.messages.count("the API server answers again") == 1)
+    eventually(lambda: images(server), {"late": RUSTY})
+    eventually(lambda: caplog.messages.count("the API server answers again"), 1)
     assert sum(record.levelno > logging.INFO for record in caplog.records) == len(logged)
 
 
@@ -3097,7 +2335,7 @@ def test_no_change_is_missed_after_a_fault(world, server, operate, haste, caplog
     for name in ("missing", "edited", "deleted"):
         world.add(name)
     operate()
-    eventually(lambda: len(images(server)) == 3)
+    eventually(lambda: len(images(server)), 3)
     server.stop_listening()
     world.add("new")
     world.edit("edited", sched=LAVD)
@@ -3105,7 +2343,7 @@ def test_no_change_is_missed_after_a_fault(world, server, operate, haste, caplog
     server.delete("daemonsets", "default", "missing")
     faults = [server.fault(*where, times, action) for where, times in FAULTS.items()]
     server.start_listening()
-    eventually(lambda: images(server) == {"missing": RUSTY, "edited": LAVD, "new": RUSTY})
+    eventually(lambda: images(server), {"missing": RUSTY, "edited": LAVD, "new": RUSTY})
     world.expect("RollingOut", "edited")
     assert all(fault.hits == fault.times for fault in faults)
     assert "unexpected error" not in caplog.text
@@ -3118,7 +2356,7 @@ def test_lists_are_paged_and_start_over_when_a_page_expires(server, operate, mon
         server.create(schedext(name))
     gone = server.fault("GET", "schedexts.*continue=", status=410)
     operate()
-    eventually(lambda: images(server) == dict.fromkeys(names, RUSTY))
+    eventually(lambda: images(server), dict.fromkeys(names, RUSTY))
     asked = [(r.user, r.what, r.query.get("limit")) for r in server.requests]
     assert (gone.hits, asked.count(("sked", "schedexts", "7"))) == (1, 2 + 5)
 
@@ -3141,7 +2379,7 @@ def test_sked_lists_again_after_a_compaction_or_a_restore(world, server, operate
     backup = server.snapshot()
     for tag in range(20):
         world.edit(sched=f"scx:{tag}")
-    eventually(lambda: world.image() == "scx:19")
+    eventually(world.image, "scx:19")
     world.set("WATCH_SECONDS", 1)
     with server.changed:
         if setting == "refuse_future":
@@ -3149,7 +2387,7 @@ def test_sked_lists_again_after_a_compaction_or_a_restore(world, server, operate
         server.create(daemonset("other", "default"))
         server.compact()
         server.end_watches()
-    eventually(lambda: [r.verb for r in server.requests if r.what == "schedexts"][-1] == "watch")
+    eventually(lambda: [r.verb for r in server.requests if r.what == "schedexts"][-1], "watch")
     world.add("new")
     eventually(lambda: world.made("new"))
 
@@ -3213,7 +2451,7 @@ def test_caches_keep_the_name_of_a_field_once(world):
     for name in ("x", "y"):
         world.add(name)
     keys = [(world.ns, "x"), (world.ns, "y")]  # a real cluster may have others
-    eventually(lambda: world.operator.daemonsets.keys() >= {*keys})
+    eventually(lambda: {*world.operator.daemonsets}, at_least({*keys}))
     for cache in (world.operator.schedexts, world.operator.daemonsets):
         objs = [cache[key] for key in keys]
         one, other = ({*obj, *obj["metadata"], *obj["spec"]} for obj in objs)
@@ -3308,7 +2546,7 @@ def test_a_new_list_of_what_a_watch_has_brought_queues_nothing(world, server):
     server.compact()
     server.drop_connections()
     lists = ("list schedexts", "list daemonsets", "list pods")
-    eventually(lambda: {r.deed for r in server.requests if r.time > since} >= set(lists))
+    eventually(lambda: {r.deed for r in server.requests if r.time > since}, at_least(set(lists)))
     eventually(world.is_idle)
     assert passes() == before
 
@@ -3322,16 +2560,16 @@ def test_the_daemonset_follows_its_schedext_from_creation_to_deletion(world, cap
     world.add(args=["-v"], nodeSelector={"a": "1", "b": "2"})
     eventually(world.made)
     world.edit(sched=LAVD, args=None, nodeSelector={"b": None})
-    eventually(lambda: world.image() == LAVD)
+    eventually(world.image, LAVD)
     pod = pod_spec(world.made())
     assert pod["nodeSelector"] == {"a": "1"}
     assert "args" not in pod["containers"][0]
     world.api.delete("daemonsets", world.ns, "x")
     eventually(world.made)
     world.remove()
-    eventually(lambda: not world.made())
+    eventually(world.made, nothing)
     deleted = f"{world.ns}/x: deleted; the garbage collector will delete its DaemonSet"
-    eventually(lambda: caplog.messages.count(deleted) == 1)
+    eventually(lambda: caplog.messages.count(deleted), 1)
 
 
 def test_drift_is_undone_and_foreign_fields_stay(world, caplog):
@@ -3358,7 +2596,7 @@ def test_drift_is_undone_and_foreign_fields_stay(world, caplog):
         {"metadata": {"ownerReferences": [theirs]}},
     ):
         world.drift(drift)
-        eventually(lambda: shape() == before)
+        eventually(shape, before)
     assert "annotations" not in caplog.text and "backing off" not in caplog.text
 
 
@@ -3390,7 +2628,7 @@ def test_an_orphaned_daemonset_of_ours_is_adopted_unchanged(world):
     orphan = world.api.create(daemonset("x", world.ns))
     world.start()
     uid = world.add()
-    eventually(lambda: dig(world.made(), ".metadata.ownerReferences[0].uid") == uid)
+    eventually(lambda: dig(world.made(), ".metadata.ownerReferences[0].uid"), uid)
     found = world.made()
     assert (found["metadata"]["uid"], found["spec"]) == (orphan["metadata"]["uid"], orphan["spec"])
 
@@ -3411,7 +2649,7 @@ def test_a_recreated_schedext_waits_until_the_old_daemonset_is_deleted(world, se
     assert "for the old DaemonSet x to be deleted" in world.expect("RollingOut")["message"]
     assert world.made() == old
     server.collect = True
-    eventually(lambda: world.image() == LAVD)
+    eventually(world.image, LAVD)
     assert world.made()["metadata"]["ownerReferences"][0]["uid"] == uid
 
 
@@ -3420,7 +2658,7 @@ def test_a_schedext_that_is_being_deleted_is_left_alone(world, server):
     server.patch("schedexts", world.ns, "x", {"metadata": {"finalizers": ["example.com/hold"]}})
     world.remove()
     seen = world.operator.schedexts
-    eventually(lambda: "deletionTimestamp" in seen.get((world.ns, "x"))["metadata"])
+    eventually(lambda: seen.get((world.ns, "x"))["metadata"], contains("deletionTimestamp"))
     server.delete("daemonsets", world.ns, "x")
     world.add("y")
     world.expect("RollingOut", "y")  # by now, x would have been reconciled, too
@@ -3441,7 +2679,7 @@ def refuse(words: str, why: str) -> Callable:
 
     def change(obj: dict) -> dict:
         if words in str(obj):
-            raise Refusal(403, "Forbidden", why)
+            raise Refusal(403, why)
         return obj
 
     return change
@@ -3477,7 +2715,7 @@ def test_an_outage_is_not_reported_as_rejected_however_long_it_lasts(world, serv
     down = server.fault("POST", "/daemonsets", None, status=503)
     world.start()
     world.add()
-    eventually(lambda: down.hits > 8)
+    eventually(lambda: down.hits, at_least(9))
     assert "status" not in world.get()
     down.clear()
     world.expect("RollingOut")
@@ -3488,7 +2726,7 @@ def test_no_status_is_written_in_a_terminating_namespace(world, server):
     server.webhook = admission("create daemonsets", refuse("", why))
     world.start()
     world.add()
-    eventually(lambda: sum(request.status == 403 for request in server.writes()) > 7)
+    eventually(lambda: sum(request.status == 403 for request in server.writes()), at_least(8))
     assert "status" not in world.get()
     server.webhook = None
     eventually(world.made)
@@ -3504,12 +2742,12 @@ def test_a_restart_on_finished_work_writes_nothing(world, server, fleet):
     world.expect("NodesFailing", "parks-x-and-fails")
     world.expect("Rejected", "refused")
     world.expect("NameTaken", "taken")
-    eventually(lambda: PARKED in world.made()["metadata"]["annotations"])
+    eventually(lambda: world.made()["metadata"]["annotations"], contains(PARKED))
     world.expect("AllReady")
     assert world.restart() == []
     since = time.time()
     again = {"taken", "refused"}
-    eventually(lambda: {r.name for r in server.requests if r.time > since} >= again)
+    eventually(lambda: {r.name for r in server.requests if r.time > since}, at_least(again))
     assert world.written(since) == []
 
 
@@ -3591,7 +2829,7 @@ def test_six_quick_edits_are_undone_at_once_each_with_an_event_that_names_the_fi
     before = world.made()["spec"]
     for number, edit in enumerate(EDITS.values(), 1):
         world.drift(edit)
-        eventually(lambda number=number: len(drift_events(server)) == number)
+        eventually(lambda: len(drift_events(server)), number)
         assert world.made()["spec"] == before
     said = [message.partition(" changed ")[2] for message in drift_events(server)]
     assert said == [f"{path}; sked has reverted it" for path in sorted(EDITS)]
@@ -3607,13 +2845,11 @@ def test_an_edited_node_selector_is_put_back_by_a_plain_patch(world, server, fle
     eventually(world.is_idle)
     silence = cut_off(server, "daemonsets")
     world.drift(in_template(nodeSelector=A))
-    eventually(lambda: list(uids(fleet)) == ["a"])
+    eventually(lambda: list(uids(fleet)), ["a"])
     seen = world.made()
-    eventually(
-        lambda: world.made()["status"]["observedGeneration"] == seen["metadata"]["generation"]
-    )
+    eventually(lambda: world.made()["status"]["observedGeneration"], seen["metadata"]["generation"])
     silence.clear()
-    eventually(lambda: len(uids(fleet)) == 3)
+    eventually(lambda: len(uids(fleet)), 3)
     assert len(drift_events(server)) == 1
     versions = [change.obj for change in server.log["daemonsets"]]
     assert {obj["spec"]["updateStrategy"]["type"] for obj in versions} == {"RollingUpdate"}
@@ -3653,7 +2889,7 @@ def test_so_is_one_that_slips_in_before_a_label_is_put_back(world, server, fleet
     mocker.patch.object(world.operator, "write", side_effect=write_late)
     world.drift({"metadata": {"labels": {"managed-by": None}}})
     eventually(lambda: drift_events(server))
-    eventually(lambda: "hostPID" not in pod_spec(world.made()))
+    eventually(lambda: pod_spec(world.made()).get("hostPID"), None)
     assert world.made()["metadata"]["labels"] == {"managed-by": "sked-controller"}
 
 
@@ -3687,15 +2923,15 @@ def test_a_fight_is_reported_and_paced_and_ends_when_the_other_side_stops(world,
             writes = [r for r in server.writes() if r.deed == "patch daemonsets"]
             return [r.time for r in writes if r.user == "sked"]
 
-        eventually(lambda: len(repairs()) >= 10)
+        eventually(lambda: len(repairs()), at_least(10))
         pauses = [later - earlier for earlier, later in itertools.pairwise(repairs())]
         assert all(pause > 0.04 * n for n, pause in enumerate(pauses[6:], 1))
-        eventually(lambda: "is backing off" in world.expect("RollingOut")["message"])
+        eventually(lambda: world.expect("RollingOut")["message"], contains("is backing off"))
         said = world.expect("RollingOut")["message"]
         assert re.search(rf" changed {path} again; sked has reverted it \d+ times and is", said)
     eventually(lambda: "backing off" not in world.expect("RollingOut")["message"])
     assert "priorityClassName" not in pod_spec(world.made())
-    eventually(lambda: len(drift_events(server)) == 7)
+    eventually(lambda: len(drift_events(server)), 7)
     words = f"changed {path}; sked has reverted it"
     assert caplog.text.count(words) == 7
     assert caplog.text.count(f"{words} 7 times and is backing off") == 1
@@ -3707,9 +2943,9 @@ def test_a_new_wish_ends_a_fight(world, server):
     world.set("RETRY_SECONDS", 600.0)
     world.set("backoff", lambda failures, most: most)
     with Script(world, f".{path}", EDITS[path]):
-        eventually(lambda: "backing off" in world.expect("RollingOut")["message"])
+        eventually(lambda: world.expect("RollingOut")["message"], contains("backing off"))
     world.edit(sched=LAVD)
-    eventually(lambda: world.image() == LAVD)
+    eventually(world.image, LAVD)
     assert "priorityClassName" not in pod_spec(world.made())
 
 
@@ -3728,10 +2964,10 @@ def test_a_recreated_schedext_is_no_drift(world, server):
     world.deploy()
     silence = cut_off(server, "schedexts")  # so that sked sees the new one in place of the old
     world.remove()
-    eventually(lambda: not world.made())
+    eventually(world.made, nothing)
     uid = world.add()
     silence.clear()
-    eventually(lambda: dig(world.made(), ".metadata.ownerReferences[0].uid") == uid)
+    eventually(lambda: dig(world.made(), ".metadata.ownerReferences[0].uid"), uid)
     world.expect("RollingOut")
     assert drift_events(server) == []
 
@@ -3788,7 +3024,7 @@ def test_a_policy_that_rewrites_images_is_accepted_and_restarts_nobody(
     assert world.restart() == ["patch daemonsets"]
     world.expect("AllReady")
     park_x(world)
-    eventually(lambda: uids(kubelets).keys() == {"b", "c"})
+    eventually(lambda: {*uids(kubelets)}, {"b", "c"})
     world.expect("AllReady")
     assert uids(kubelets).items() <= before.items()
 
@@ -3804,10 +3040,10 @@ def test_under_such_a_policy_drift_is_still_undone_and_named(world, server):
     world.deploy()
     before = world.made()["spec"]
     world.drift(in_template(hostPID=True))
-    eventually(lambda: len(drift_events(server)) == 1)
+    eventually(lambda: len(drift_events(server)), 1)
     world.drift(in_template(containers=[SCX_CONTAINER | {"image": "ghcr.io/evil/image"}]))
-    eventually(lambda: len(drift_events(server)) == 2)
-    eventually(lambda: world.made()["spec"] == before)
+    eventually(lambda: len(drift_events(server)), 2)
+    eventually(lambda: world.made()["spec"], before)
     said = [message.partition(" changed ")[2].partition(";")[0] for message in drift_events(server)]
     pod = "spec.template.spec"
     assert said == [f"{pod}.containers.scx.image", f"{pod}.hostPID"]
@@ -3873,8 +3109,8 @@ def test_deleting_the_crd_empties_the_cache_and_sked_works_again_when_it_is_back
 ):
     world.deploy()
     server.stop_listening()
-    server.delete(*CRDS)
-    eventually(lambda: not world.made())
+    server.delete(*CRD)
+    eventually(world.made, nothing)
     since = time.time()
     server.start_listening()
     eventually(lambda: "has no schedexts" in caplog.text and not world.operator.schedexts)
@@ -3994,28 +3230,31 @@ def test_a_probe_image_adds_an_unprivileged_container_with_a_startup_probe():
 
 
 class Probe(contextlib.AbstractContextManager):
-    """Runs the probe's script in a real shell, on a file in place of the kernel's."""
+    """Runs the probe's script in a real shell, on a file in place of the kernel's.
+
+    Before each sleep, the script writes a line to a file: that is how a test knows where it is.
+    """
 
     def __init__(self, folder: Path, shell: str, pause: str) -> None:
         self.state = folder / "state"
         self.said = folder / "said"
-        self.said.touch()
+        self.sleeps = folder / "sleeps"
+        for path in (self.said, self.sleeps):
+            path.touch()
         script = sked.PROBE_CONTAINER["command"][2]
         script = script.replace("/sys/kernel/sched_ext/state", str(self.state))
         script = script.replace("/dev/termination-log", str(self.said))
-        script = re.sub(r"sleep \d", f"sleep {pause}", script)
+        script = re.sub(r"sleep \d", f"echo >>{self.sleeps}; sleep {pause}", script)
         self.process = subprocess.Popen([*shell.split(), "-c", script])
 
     def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.process.wait()
 
-    def pauses(self, seen: int = 1) -> None:
-        """Waits until the script has begun this many sleeps: each is a new child."""
-        pid = self.process.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children")
-        begun: set[str] = set()
-        eventually(lambda: begun.update(children.read_text().split()) or len(begun) >= seen)
+    def sleeps_again(self, times: int = 1) -> None:
+        """Waits until the script has begun this many more sleeps."""
+        before = self.sleeps.stat().st_size
+        eventually(lambda: self.sleeps.stat().st_size, at_least(before + times))
 
     def ends(self) -> tuple[int, str]:
         """Waits for the end; returns exit code and termination message."""
@@ -4032,7 +3271,7 @@ def test_sigterm_ends_the_probe_without_waiting_for_its_sleep(tmp_path, shell, s
     if state:
         (tmp_path / "state").write_text(f"{state}\n")
     with Probe(tmp_path, shell, pause="1000") as probe:
-        probe.pauses()
+        eventually(lambda: probe.sleeps.stat().st_size)
         probe.process.terminate()
         words = NOTHING.format(probe.state, state or "not there") if code else ""
         assert probe.ends() == (code, words)
@@ -4041,11 +3280,11 @@ def test_sigterm_ends_the_probe_without_waiting_for_its_sleep(tmp_path, shell, s
 @pytest.mark.parametrize("shell", SHELLS)
 def test_the_probe_waits_for_a_scheduler_tolerates_a_gap_and_fails_when_it_is_gone(tmp_path, shell):
     with Probe(tmp_path, shell, pause="0.2") as probe:
-        probe.pauses(5)  # no state file yet
+        probe.sleeps_again(5)  # no state file yet
         for moment in ("enabled", "disabled", "enabled"):
             probe.state.write_text(f"{moment}\n")
-            probe.pauses(2)
-        probe.pauses(5)
+            probe.sleeps_again(2)
+        probe.sleeps_again(5)
         assert probe.process.poll() is None
         probe.state.write_text("disabled\n")
         assert probe.ends() == (1, NOTHING.format(probe.state, "disabled"))
@@ -4105,10 +3344,8 @@ def test_with_nested_selectors_each_node_runs_only_the_most_specific():
     for values in itertools.product("123", repeat=3):
         labels = dict(zip("abc", values, strict=True))
         node = {"metadata": {"labels": labels}, "spec": {"taints": []}}
-        matching = [obj for obj in those if fits(obj["spec"], node, ())]
-        placed = [
-            obj for obj in those if fits(pod_spec(sked.build_daemonset(obj, those)), node, ())
-        ]
+        matching = [obj for obj in those if fits(obj["spec"], node)]
+        placed = [obj for obj in those if fits(pod_spec(sked.build_daemonset(obj, those)), node)]
         assert placed == matching[-1:]
 
 
@@ -4610,15 +3847,20 @@ def kubelet_pod(scx: dict, probe: dict | None = None, **status: Any) -> dict:
     status["containerStatuses"] = [
         {"name": name} | blank | state for name, state in statuses.items() if state is not None
     ]
-    obj = copy(merge(KUBELET_POD, {"status": status}))
+    obj = copy(merge(KUBELET_POD, {"status": with_times(status)}))
     if probe is not None:
         obj["spec"]["containers"] += [{"name": "probe", "image": "busybox:stable"}]
-    text = re.sub(r'("(started|finished)At": )(-?\d+)', as_time, json.dumps(obj))
-    return json.loads(text)
+    return obj
 
 
-def as_time(found: re.Match) -> str:
-    return f'{found[1]}"{now(int(found[3]))}"'
+def with_times(value: Any, name: str = "") -> Any:
+    """The same with a time in place of each startedAt and finishedAt in seconds before now."""
+    if isinstance(value, dict):
+        return {key: with_times(item, key) for key, item in value.items()}
+    if isinstance(value, list):
+        return [with_times(item) for item in value]
+    is_ago = name in ("startedAt", "finishedAt") and isinstance(value, int)
+    return now(value) if is_ago else value
 
 
 def up(seconds: int, ready: bool = True) -> dict:
@@ -5051,9 +4293,9 @@ def test_ready_waits_until_every_pod_has_stayed_up_long_enough(world, kubelets, 
     world.set("SETTLE_SECONDS", 0.5)
     world.start()
     world.add(minReadySeconds=seconds)
-    eventually(lambda: [*map(ready_since, kubelets.pods("x").values())].count(None) == 0)
+    eventually(lambda: [*map(ready_since, kubelets.pods("x").values())].count(None), 0)
     up = time.monotonic()
-    eventually(lambda: "stay up" in world.expect("RollingOut")["message"])
+    eventually(lambda: world.expect("RollingOut")["message"], contains("stay up"))
     world.expect("AllReady")
     assert time.monotonic() - up > max(0.5, seconds) - 0.2
     assert world.nodes() == ready_on(3)
@@ -5078,7 +4320,7 @@ def test_a_crash_loop_is_one_steady_failure_until_it_is_fixed(world, kubelets):
     world.set("SETTLE_SECONDS", 1.0)
     world.start()
     world.add(sched="ghcr.io/x/y:crash", terminationMessagePolicy="FallbackToLogsOnError")
-    eventually(lambda: "3 restarts" in str(world.failures()))
+    eventually(lambda: str(world.failures()), contains("3 restarts"))
     [failure] = world.failures()
     assert (failure["node"], failure["reason"]) == ("n", "CrashLoopBackOff")
     assert "Failed to load BPF program" in failure["message"]
@@ -5100,14 +4342,14 @@ def test_with_a_probe_only_an_image_that_attaches_a_scheduler_becomes_ready(worl
     assert failure["reason"] == "NotAttached"
     assert failure["message"].startswith(LAST_WORDS["idle"])
     restarts = ".status.containerStatuses[1].restartCount"
-    eventually(lambda: dig(kubelets.pods("x")["n"], restarts) > 2)
+    eventually(lambda: dig(kubelets.pods("x")["n"], restarts), at_least(3))
     assert world.reasons() in (["NodesFailing"], ["RollingOut", "NodesFailing"])
     assert {obj["status"]["nodes"]["ready"] for obj in world.history()} == {0}
     world.edit(sched=LAVD)
     world.expect("AllReady")
     before = uids(kubelets)
     park_x(world)
-    eventually(lambda: uids(kubelets) == {"n": before["n"]})
+    eventually(lambda: uids(kubelets), {"n": before["n"]})
     world.edit(probeImage=None)
     world.expect("AllReady")
     assert len(kubelets.pods("x")["n"]["spec"]["containers"]) == 1
@@ -5129,7 +4371,7 @@ def test_pods_forbidden_by_policy_are_reported_after_a_while(world, server, kube
 def test_the_second_scheduler_on_a_node_names_the_first(world, fleet):
     fleet.crash_seconds = (0.2, 0.2, 0.2)
     world.add("loser")
-    eventually(lambda: "AlreadyAttached" in str(world.failures("loser")))
+    eventually(lambda: str(world.failures("loser")), contains("AlreadyAttached"))
     assert "default/x" in world.failures("loser")[0]["message"]
     assert world.reasons()[-1] == "AllReady"
     world.remove()
@@ -5162,7 +4404,7 @@ def test_each_problem_makes_one_event_and_requested_changes_make_none(world, ser
     world.expect("AllReady")
     world.set("SETTLE_SECONDS", 60.0)  # no pod settles between two crashes, however slow it all is
     world.edit(sched="ghcr.io/x/y:crash")
-    eventually(lambda: "2 restarts" in str(world.failures()))
+    eventually(lambda: str(world.failures()), contains("2 restarts"))
     found = [(e["type"], e["involvedObject"]["name"], e["reason"]) for e in server.list("events")]
     assert sorted(found) == [("Warning", "x", "DriftUndone"), ("Warning", "x", "NodesFailing")]
 
@@ -5173,7 +4415,7 @@ def test_hanging_events_delay_nothing_else(world, server):
     world.drift(in_template(hostPID=True))
     eventually(lambda: hang.hits)
     world.edit(sched=LAVD)
-    eventually(lambda: world.image() == LAVD, 20)  # less than REQUEST_SECONDS
+    eventually(world.image, LAVD, 20)  # less than REQUEST_SECONDS
 
 
 def test_a_foreign_condition_survives_a_concurrent_status_write(world, server, kubelets):
@@ -5210,7 +4452,7 @@ def test_a_change_reconciles_only_the_schedexts_that_yield_to_it(world, kubelets
     assert looked_at() == {"a"}
     world.add("narrow", nodeSelector=A | {"zone": "z"})
     world.expect("NoNodes", "narrow")
-    eventually(lambda: "affinity" in pod_spec(world.made("a")))
+    eventually(lambda: pod_spec(world.made("a")), contains("affinity"))
     assert looked_at() == {"a", "narrow", "x"}
 
 
@@ -5239,14 +4481,14 @@ def test_adding_changing_and_removing_a_pool_restarts_no_pod_on_other_nodes(
         return "".join(sorted(fleet.pods("x"))), "".join(fleet.pods("pool", ns))
 
     server.create(schedext("pool", LAVD, ns, nodeSelector=A))
-    eventually(lambda: placed() == ("bc", "a"))
+    eventually(placed, ("bc", "a"))
     server.patch("schedexts", ns, "pool", {"spec": {"nodeSelector": B}})
-    eventually(lambda: placed() == ("ac", "b"))
-    eventually(lambda: world.nodes() == ready_on(2))
+    eventually(placed, ("ac", "b"))
+    eventually(world.nodes, ready_on(2))
     assert world.restart() == []
     server.delete("schedexts", ns, "pool")
-    eventually(lambda: placed() == ("abc", ""))
-    eventually(lambda: world.nodes()["ready"] == 3)
+    eventually(placed, ("abc", ""))
+    eventually(lambda: world.nodes()["ready"], 3)
     world.expect("AllReady")
     assert uids(fleet)["c"] == first["c"]
     assert PARKED in world.made()["metadata"]["annotations"]
@@ -5275,7 +4517,7 @@ def test_an_edit_rolls_a_parked_daemonset_out_to_every_node(world, server, fleet
 def test_a_rollout_completes_despite_interference(world, fleet, meddle, nodes):
     fleet.start_seconds = 0.2
     world.edit(sched=LAVD)
-    eventually(lambda: LAVD in running(fleet).values())
+    eventually(lambda: [*running(fleet).values()], contains(LAVD))
     meddle(world)
     assert RUSTY in running(fleet).values()
     world.expect("AllReady")
@@ -5299,7 +4541,7 @@ def test_a_suspended_schedext_can_switch_off_single_nodes(world, server, fleet):
     world.expect("Suspended", "off")
     for switch, total in (("true", 2), (None, 3)):
         server.patch("nodes", "", "b", {"metadata": {"labels": {"off": switch}}})
-        eventually(lambda total=total: len(uids(fleet)) == total)
+        eventually(lambda: len(uids(fleet)), total)
     world.expect("AllReady")
     assert first.items() - uids(fleet).items() == {("b", first["b"])}
 
@@ -5323,12 +4565,12 @@ def park_x(world: World, name: str = "a") -> None:
 def test_a_pool_added_after_a_node_was_lost_during_an_update_restarts_no_other_pod(world, fleet):
     fleet.silence("c")
     world.edit(sched=LAVD)
-    eventually(lambda: running(fleet) == {"a": LAVD, "b": LAVD, "c": RUSTY})
+    eventually(lambda: running(fleet), {"a": LAVD, "b": LAVD, "c": RUSTY})
     world.expect("AllReady")
     assert "deletionTimestamp" in fleet.pods("x")["c"]["metadata"]
     before = uids(fleet)
     park_x(world)
-    eventually(lambda: uids(fleet) == {node: before[node] for node in "bc"})
+    eventually(lambda: uids(fleet), {node: before[node] for node in "bc"})
     world.expect("AllReady")
 
 
@@ -5337,29 +4579,29 @@ def test_an_edit_that_the_watch_missed_is_seen_before_a_pool_moves_pods(world, s
     silence = cut_off(server, "daemonsets")
     world.drift(in_template(hostPID=True))
     world.remove("a")
-    eventually(lambda: 409 in [request.status for request in server.writes()])
+    eventually(lambda: [request.status for request in server.writes()], contains(409))
     silence.clear()
-    eventually(lambda: "hostPID" not in pod_spec(world.made()))
+    eventually(lambda: pod_spec(world.made()).get("hostPID"), None)
 
 
 def test_nodes_that_are_briefly_lost_keep_their_pods(world, fleet):
     park_x(world)
-    eventually(lambda: len(uids(fleet)) == 2)
+    eventually(lambda: len(uids(fleet)), 2)
     before = uids(fleet)
     for node in "bc":
         fleet.silence(node)
-    eventually(lambda: world.nodes()["desired"] == 0)
+    eventually(lambda: world.nodes()["desired"], 0)
     eventually(world.is_idle)
     for node in "bc":
         fleet.wake(node)
-    eventually(lambda: world.nodes() == ready_on(2))
+    eventually(world.nodes, ready_on(2))
     assert uids(fleet) == before
     assert PARKED in world.made()["metadata"]["annotations"]
 
 
 def test_drift_in_a_parked_daemonset_restarts_no_pod_but_rollout_restart_does(world, fleet):
     park_x(world)
-    eventually(lambda: len(uids(fleet)) == 2)
+    eventually(lambda: len(uids(fleet)), 2)
     before, made = uids(fleet), world.made()
     mark = made["metadata"]["annotations"][PARKED]
     unmarked = {"metadata": {"annotations": {PARKED: None}}}
@@ -5372,12 +4614,12 @@ def test_drift_in_a_parked_daemonset_restarts_no_pod_but_rollout_restart_does(wo
         unmarked | ON_DELETE | in_template(affinity=None),
     ):
         world.drift(drift)
-        eventually(lambda: world.made()["spec"] == made["spec"])
-        eventually(lambda: world.made()["metadata"]["annotations"].get(PARKED) == mark)
+        eventually(lambda: world.made()["spec"], made["spec"])
+        eventually(lambda: world.made()["metadata"]["annotations"].get(PARKED), mark)
     world.expect("AllReady")
-    eventually(lambda: uids(fleet) == before)  # the last edit put a pod on a, for a moment
+    eventually(lambda: uids(fleet), before)  # the last edit put a pod on a, for a moment
     world.drift(RESTART)
-    eventually(lambda: not set(uids(fleet).values()) & set(before.values()))
+    eventually(lambda: set(uids(fleet).values()) & set(before.values()), nothing)
     world.expect("AllReady")
     assert PARKED not in world.made()["metadata"].get("annotations", {})
 
@@ -5400,7 +4642,7 @@ def test_fields_added_by_admission_are_not_drift_restart_no_pod_and_survive_an_u
     world.deploy("AllReady")
     before = uids(kubelets)
     park_x(world)
-    eventually(lambda: uids(kubelets) == {"b": before["b"]})
+    eventually(lambda: uids(kubelets), {"b": before["b"]})
     world.edit(sched=LAVD)
     world.expect("AllReady")
     assert running(kubelets) == {"b": LAVD}
@@ -5417,7 +4659,7 @@ def test_a_changed_node_selector_restarts_no_pod_on_nodes_it_still_selects(world
     before = uids(kubelets)
     world.edit(nodeSelector={"zone": None, "rack": "r"})
     world.expect("AllReady")
-    eventually(lambda: uids(kubelets).keys() == {"b", "c"})
+    eventually(lambda: {*uids(kubelets)}, {"b", "c"})
     assert uids(kubelets)["b"] == before["b"]
 
 
@@ -5446,9 +4688,9 @@ def test_a_pod_that_once_restarted_does_not_fail_when_its_node_is_briefly_lost(
     died = {"terminated": {"exitCode": 255, "reason": "Unknown", "finishedAt": now(9999)}}
     change_container(fleet, {"restartCount": 1, "lastState": died})
     fleet.silence("b")
-    eventually(lambda: world.nodes()["desired"] == 2)
+    eventually(lambda: world.nodes()["desired"], 2)
     fleet.wake("b")
-    eventually(lambda: world.nodes() == ready_on(3))
+    eventually(world.nodes, ready_on(3))
     assert "NodesFailing" not in world.reasons()
     assert server.list("events") == []
 
@@ -5460,7 +4702,7 @@ def test_pods_forbidden_by_policy_in_the_middle_of_a_rollout_are_reported(world,
     see = "see 'kubectl describe daemonset -n default x'"
     assert message == f"failing on 1 of 3 nodes; 1 without a pod: {see}"
     assert world.nodes()["failing"] == 1
-    eventually(lambda: [event["reason"] for event in server.list("events")] == ["NodesFailing"])
+    eventually(lambda: [event["reason"] for event in server.list("events")], ["NodesFailing"])
     assert world.restart() == []
     server.webhook = None
     world.expect("AllReady")
@@ -5471,7 +4713,7 @@ def test_a_hanging_daemonset_watch_is_not_mistaken_for_a_fight(world, server, ca
     silence = cut_off(server, "daemonsets")
     for tag in ("v1", "v2"):
         world.edit(sched=f"scx:{tag}")
-        eventually(lambda tag=tag: world.image() == f"scx:{tag}")
+        eventually(world.image, f"scx:{tag}")
         world.expect("RollingOut")
     silence.clear()
     eventually(world.is_idle)
@@ -5487,7 +4729,7 @@ def test_a_lost_answer_and_a_hanging_watch_do_not_make_an_edit_look_ready(world,
     world.edit(sched=LAVD)
     world.expect("RollingOut")
     silence.clear()
-    eventually(lambda: "OnDelete" in world.expect("RollingOut")["message"])
+    eventually(lambda: world.expect("RollingOut")["message"], contains("OnDelete"))
     ready = [dig(obj, READY) for obj in world.history()]
     assert {c["reason"] for c in ready if c["observedGeneration"] == 3} == {"RollingOut"}
 
@@ -5497,11 +4739,11 @@ def test_an_edit_is_applied_even_if_our_last_write_never_reaches_the_watch(world
     backup = server.snapshot()
     for tag in ("v1", "v2"):
         world.edit(sched=f"scx:{tag}")
-        eventually(lambda tag=tag: world.image() == f"scx:{tag}")
+        eventually(world.image, f"scx:{tag}")
     server.restore(backup)  # with older generations than sked wrote
     server.drop_connections()
     world.edit(sched="scx:v3")
-    eventually(lambda: world.image() == "scx:v3")
+    eventually(world.image, "scx:v3")
 
 
 @pytest.mark.parametrize("names", ["y", "xy"], ids=["deleted", "recreated"])
@@ -5514,8 +4756,8 @@ def test_a_deleted_schedext_gets_no_daemonset_even_if_the_watch_missed_the_delet
     world.remove()
     for name in names:
         world.add(name)
-    eventually(lambda: not world.made())
-    eventually(lambda: "get schedexts" in server.deeds())
+    eventually(world.made, nothing)
+    eventually(server.deeds, contains("get schedexts"))
     silence.clear()
     for name in names:
         world.expect("RollingOut", name)
@@ -5529,9 +4771,9 @@ def test_an_orphan_is_not_adopted_if_the_watch_missed_the_deletion_of_its_schede
     server.collect = False
     world.remove()
     world.drift({"metadata": {"ownerReferences": None}})
-    eventually(lambda: "get schedexts" in server.deeds())
+    eventually(server.deeds, contains("get schedexts"))
     silence.clear()
-    eventually(lambda: not world.operator.schedexts)
+    eventually(lambda: world.operator.schedexts, nothing)
     assert "ownerReferences" not in world.made()["metadata"]
 
 
@@ -5540,11 +4782,11 @@ def test_an_unreadable_pod_is_logged_with_its_traceback_and_affects_no_other_pod
 ):
     died = {"terminated": {"exitCode": 1, "message": ["not", "a", "text"]}}
     change_container(fleet, {"lastState": died})
-    eventually(lambda: "unexpected error in reading this pod" in caplog.text)
+    eventually(lambda: caplog.text, contains("unexpected error in reading this pod"))
     assert "AttributeError" in caplog.text
     assert "cannot talk to" not in caplog.text
     fleet.add_node("new")
-    eventually(lambda: world.nodes()["ready"] == 4)
+    eventually(lambda: world.nodes()["ready"], 4)
 
 
 def test_an_operator_ends_if_it_is_stopped_before_its_caches_are_filled(server):
@@ -5566,63 +4808,11 @@ def test_a_bug_in_reconcile_is_logged_and_retried_not_reported_as_rejected(
     world.deploy()
     broken = mocker.patch.object(sked, "as_wanted", side_effect=ValueError("a bug"))
     world.edit(sched=LAVD)
-    eventually(lambda: broken.call_count > 2)
+    eventually(lambda: broken.call_count, at_least(3))
     assert "default/x: unexpected error" in caplog.text and "ValueError: a bug" in caplog.text
     mocker.stopall()
-    eventually(lambda: world.image() == LAVD)
+    eventually(world.image, LAVD)
     assert "Rejected" not in world.reasons()
-
-
-def calls(run: Callable[[], Any]) -> int:
-    """How many Python functions are entered, which is the same in every run.
-
-    Not so with the garbage collector: it may find what other tests left behind, and what then runs
-    (finalizers, warnings about open sockets) would be counted, too.
-    """
-    entered = [0]
-
-    def count(frame: Any, event: str, arg: Any) -> None:
-        entered[0] += event == "call"
-
-    gc.disable()
-    sys.setprofile(count)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    return entered[0]
-
-
-class Litter:
-    """Garbage that only the collector finds, and that then calls a function."""
-
-    def __init__(self) -> None:
-        self.itself = self
-
-    def __del__(self) -> None:
-        pass
-
-
-def test_calls_counts_no_finalizers_of_garbage_that_other_tests_left():
-    for _ in range(1000):
-        Litter()
-    assert calls(lambda: [[] for _ in range(100_000)]) < 10
-
-
-@pytest.mark.parametrize("plural", ["schedexts", "pods"])
-def test_the_cost_of_a_first_list_is_linear(mocker, plural):
-    def work(total):
-        cache = getattr(sked.Operator(mocker.Mock()), plural)
-        objs = [for_nodes(f"zone=z{n}") for n in range(total)]
-        if plural == "pods":  # unowned and unbound
-            objs = [kubelet_pod({}) for n in range(total)]
-            for obj in objs:
-                del obj["metadata"]["ownerReferences"], obj["spec"]["nodeName"]
-        items = {("tools", f"x{n}"): cache.keep(obj) for n, obj in enumerate(objs)}
-        return calls(lambda: cache.store(items))
-
-    assert work(400) < 2.2 * work(200)
 
 
 # ---------------------------------------------------------------- kills and signals
@@ -5633,7 +4823,7 @@ def test_repeated_kills_leave_exactly_one_daemonset_per_schedext(server):
     server.webhook = lambda request, obj: time.sleep(0.01) or obj
     for enough in (1, 20, 40, 60):
         with OperatorProcess(server.kubeconfig("sked")) as operator:
-            eventually(lambda enough=enough: len(images(server)) >= enough)
+            eventually(lambda: len(images(server)), at_least(enough))
             assert len(images(server)) < 60 or enough == 60
             operator.stop(signal.SIGKILL)
     owners = {
@@ -5704,7 +4894,7 @@ def test_one_of_three_replicas_leads_and_hands_over_on_sigterm(server, replica):
     assert "" in holders  # released, so nobody waits until it expires
     eventually(lambda: leading(replicas))
     server.create(schedext("two"))
-    eventually(lambda: "two" in images(server))
+    eventually(lambda: images(server), contains("two"))
     assert (before["leaseTransitions"], lease(server)["leaseTransitions"]) == (0, 1)
     assert [one.stop() for one in replicas if one is not first] == [0, 0]
     assert lease(server)["holderIdentity"] == ""
@@ -5716,7 +4906,7 @@ def test_a_killed_or_frozen_leader_is_replaced_when_its_lease_expires_and_writes
 ):
     signals = {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP}
     leaders = [replica(name) for name in signals]
-    eventually(lambda: leading(leaders) == leaders)
+    eventually(lambda: leading(leaders), leaders)
     others = [replica(name, "admin") for name in signals]  # another user, to tell the writes apart
     eventually(lambda: all("waiting for the lease" in "".join(one.lines) for one in others))
     for n, sent in enumerate(signals.values()):
@@ -5726,9 +4916,9 @@ def test_a_killed_or_frozen_leader_is_replaced_when_its_lease_expires_and_writes
         server.create(schedext(f"scx-{n}"))
     eventually(lambda: leading(others))
     assert time.monotonic() - begun > 5
-    eventually(lambda: leading(others) == others)
+    eventually(lambda: leading(others), others)
     taken = time.time()
-    eventually(lambda: len(images(server)) == 20)
+    eventually(lambda: len(images(server)), 20)
     assert leaders[1].stop(signal.SIGCONT) == 1
     assert "another replica may lead now" in leaders[1].lines[-1]
     assert server.writes(taken, "other", leases=True) == []
@@ -5737,7 +4927,7 @@ def test_a_killed_or_frozen_leader_is_replaced_when_its_lease_expires_and_writes
 def test_a_leader_survives_one_failed_renewal_and_exits_after_many(server, replica):
     actions = ("lose", "hang", "error")
     leaders = [replica(action) for action in actions]
-    eventually(lambda: leading(leaders) == leaders)
+    eventually(lambda: leading(leaders), leaders)
     # after a failed renewal, a leader reads the lease, which may fail, too
     for method in ("PUT", "GET"):
         faults = [server.fault(method, f"/{action}/leases", 1, action) for action in actions]
@@ -5752,7 +4942,7 @@ def test_a_leader_survives_one_failed_renewal_and_exits_after_many(server, repli
     for action in actions:
         server.fault("PUT", f"/{action}/leases", None, action)
     assert [one.process.wait(60) for one in leaders] == [1, 1, 1]
-    waited = min(map(seconds_since, renewals))
+    waited = min(map(seconds_ago, renewals))
     assert waited > HASTE["RENEW_DEADLINE_SECONDS"]
 
 
@@ -5766,7 +4956,7 @@ def test_a_leader_that_stops_renewing_writes_nothing_more(
     _, port = operate(*LEADER_ELECT)
     server.create(schedext("in-time"))
     eventually(lambda: images(server))
-    eventually(lambda: metrics_at(port)[MASTER] == 0)
+    eventually(lambda: metrics_at(port)[MASTER], 0)
     server.create(schedext("late"))
     eventually(lambda: ended.called)
     assert ended.call_args == mocker.call(1)
@@ -5818,21 +5008,16 @@ def test_a_leader_keeps_leading_if_every_answer_is_slow(server, mocker):
     assert not elector.leads()
 
 
-def test_the_lease_has_the_go_operators_name_and_times():
-    times = (sked.LEASE_SECONDS, sked.RENEW_DEADLINE_SECONDS, sked.RENEW_SECONDS)
-    assert (sked.LEASE_NAME, *times) == (LEASE, 15, 10, 2)
-
-
 # ---------------------------------------------------------------- health and metrics
 
 
 def test_sked_is_healthy_at_once_and_ready_when_all_caches_are_filled(server, operate):
     missing = server.fault("GET", "/pods", None)
     port, _ = operate()
-    eventually(lambda: missing.hits >= 3)
+    eventually(lambda: missing.hits, at_least(3))
     assert (ask(port, "/readyz")[0], ask(port, "/healthz?verbose")[0]) == (503, 200)
     missing.clear()
-    eventually(lambda: ask(port, "/readyz")[:2] == (200, "ok\n"))
+    eventually(lambda: ask(port, "/readyz")[:2], (200, "ok\n"))
     assert ask(port, "/metrics")[0] == 404
 
 
@@ -5843,7 +5028,7 @@ def test_health_fails_if_a_thread_hangs_or_dies_but_not_if_the_api_server_is_sil
     stuck = 3 * sked.WATCH_SECONDS
     monkeypatch.setattr(sked, "STUCK_SECONDS", stuck)
     port, _ = operate()
-    eventually(lambda: ask(port, "/readyz")[0] == 200)
+    eventually(lambda: ask(port, "/readyz")[0], 200)
     server.create(schedext("scx"))
     server.freeze()
     end = time.monotonic() + 1.2 * stuck
@@ -5879,8 +5064,8 @@ def test_metrics_count_nodes_requests_and_reconciles(server, kubelets, operate):
     server.fault("POST", "/daemonsets")
     server.create(schedext("scx"))
     nodes = 'sked_schedext_nodes{namespace="default",name="scx",state="%s"}'
-    eventually(lambda: metrics_at(port).get(nodes % "ready") == 2)
-    eventually(lambda: metrics_at(port)['workqueue_depth{name="schedext"}'] == 0)
+    eventually(lambda: metrics_at(port).get(nodes % "ready"), 2)
+    eventually(lambda: metrics_at(port)['workqueue_depth{name="schedext"}'], 0)
     samples = metrics_at(port)
     expected = {
         nodes % "desired": 2,
@@ -5899,11 +5084,11 @@ def test_metrics_count_nodes_requests_and_reconciles(server, kubelets, operate):
         samples = metrics_at(port).items()
         return {name: value for name, value in samples if "schedext_status" in name}
 
-    eventually(lambda: reasons() == {status % "AllReady": 1})
+    eventually(reasons, {status % "AllReady": 1})
     assert samples['controller_runtime_reconcile_total{controller="schedext",result="success"}'] > 1
     server.patch("schedexts", "default", "scx", {"spec": {"suspend": True}})
-    eventually(lambda: not any("nodes" in name for name in metrics_at(port)))
-    eventually(lambda: reasons() == {status % "Suspended": 1})
+    eventually(lambda: any("nodes" in name for name in metrics_at(port)), nothing)
+    eventually(reasons, {status % "Suspended": 1})
 
 
 def test_a_histogram_has_all_its_buckets_in_order():
@@ -6360,21 +5545,17 @@ SCHEMA = VERSION["schema"]["openAPIV3Schema"]
 LONG_NAME = "the name of a SchedExt may have at most 63 characters"
 
 
-def parts(schema: dict, path: str = "") -> Iterator[tuple[str, dict]]:
-    """A schema and every schema within it, each with its path."""
-    yield path, schema
-    inner = dict(schema.get("properties", {}))
-    inner |= {name: schema[name] for name in ("items", "additionalProperties") if name in schema}
-    for name, part in inner.items():
-        yield from parts(part, f"{path}.{name}")
+def cel_messages(schema: dict) -> Iterator[str]:
+    """What the CRD's rules in CEL say, which only a real API server evaluates."""
+    for rule in schema.get("x-kubernetes-validations", []):
+        yield rule["message"]
+    inner = [*schema.get("properties", {}).values()]
+    inner += [schema[name] for name in ("items", "additionalProperties") if name in schema]
+    for part in inner:
+        yield from cel_messages(part)
 
 
-PARTS = dict(parts(SCHEMA))
-RULES = {path: part.get("x-kubernetes-validations", []) for path, part in PARTS.items()}
-
-
-def test_every_field_of_the_crd_is_described():
-    assert [path for path, part in PARTS.items() if not part.get("description")] == [".metadata"]
+CEL_MESSAGES = list(cel_messages(SCHEMA))
 
 
 def test_build_daemonset_reads_exactly_the_fields_of_the_crd():
@@ -6386,63 +5567,32 @@ def test_build_daemonset_reads_exactly_the_fields_of_the_crd():
             return super().get(field, default)
 
     sked.build_daemonset({"metadata": {"name": "x"}, "spec": Spec(sched=RUSTY)})
-    assert read == set(PARTS[".spec"]["properties"])
-
-
-def obeys(path: str, value: str | dict) -> bool:
-    """Whether a text, or each pair of a map, matches the patterns of a field."""
-    rules = " ".join(rule["rule"] for rule in RULES[path])
-    patterns = re.findall(r"(!?)(\w+)(?:\[k\])?\.matches\(r?'(.*?)'\)", rules)
-    patterns = patterns or [("", "self", PARTS[path]["pattern"])]
-    pairs = value.items() if isinstance(value, dict) else [("", value)]
-    return all(
-        bool(re.search(pattern.replace("$", r"\Z"), key if name == "k" else text)) != bool(no)
-        for key, text in pairs
-        for no, name, pattern in patterns
-    )
-
-
-@pytest.mark.parametrize(
-    "words, place, path",
-    table("""
-    images: [must be an image reference, .sched, .spec.sched]
-    probe images: [must be an image reference, .probeImage, .spec.probeImage]
-    labels: [must be node labels, .nodeSelector, .spec.nodeSelector]
-    paths: [must be an absolute path, ".hostPaths[0]", .spec.hostPaths.items]
-    quantities:
-    - spec.resources.limits.memory in body
-    - .resources.limits.memory
-    - .spec.resources.limits.additionalProperties
-    maxUnavailable:
-    - must be a number of nodes
-    - .updateStrategy.rollingUpdate.maxUnavailable
-    - .spec.updateStrategy.rollingUpdate.maxUnavailable
-    """),
-)
-def test_patterns_match_valid_values_and_nothing_else(words, place, path):
-    def judged(specs):
-        found = [dig(spec, place) for spec in specs]
-        return {obeys(path, value) for value in found if isinstance(value, (str, dict))}
-
-    (refused,) = [specs for message, specs in REFUSED.items() if message.startswith(words)]
-    assert judged(ACCEPTED) == {True}
-    assert judged(refused) == {False}
+    assert read == set(SCHEMA["properties"]["spec"]["properties"])
 
 
 def test_every_validation_rule_has_an_example_that_it_refuses():
-    messages = [rule["message"] for rules in RULES.values() for rule in rules]
     known = [*REFUSED, *TOO_LARGE, LONG_NAME]
-    assert [text for text in messages if not any(words in text for words in known)] == []
+    assert [text for text in CEL_MESSAGES if not any(words in text for words in known)] == []
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
-    """The cluster of $SKED_TEST_KUBECONFIG, with install.yaml applied."""
-    if "SKED_TEST_KUBECONFIG" not in os.environ:
-        pytest.skip("needs a real cluster")
-    cluster = Cluster()
-    cluster.operator_kubeconfig(tmp_path_factory.mktemp("sked"))
-    return cluster
+def crd() -> Iterator[Cluster]:
+    """A cluster that has the CRD, for tests that store nothing."""
+    if "SKED_TEST_KUBECONFIG" in os.environ:
+        cluster = Cluster()
+        cluster.install()
+        yield cluster
+        return
+    with ApiServer() as server:
+        yield Cluster(server)
+
+
+@pytest.fixture
+def real(crd: Cluster) -> Cluster:
+    """For what only a real API server can show."""
+    if crd.server:
+        pytest.skip("only a real API server evaluates rules in CEL")
+    return crd
 
 
 def dry_run(cluster: Cluster, obj: dict) -> dict:
@@ -6452,18 +5602,20 @@ def dry_run(cluster: Cluster, obj: dict) -> dict:
 
 
 @pytest.mark.parametrize("spec", ACCEPTED, ids=lambda spec: str(spec)[:50])
-def test_a_valid_schedext_is_accepted_and_its_daemonset_does_not_drift(real, spec):
-    want = sked.build_daemonset(dry_run(real, schedext("n" * 63, **spec)))
-    assert differences(want, dry_run(real, want)) == []
+def test_a_valid_schedext_is_accepted_and_its_daemonset_does_not_drift(crd, spec):
+    want = sked.build_daemonset(dry_run(crd, schedext("n" * 63, **spec)))
+    assert differences(want, dry_run(crd, want)) == []
 
 
 @pytest.mark.parametrize(
     "words, spec",
     [(words, spec) for words in REFUSED for spec in REFUSED[words]] + list(TOO_LARGE.items()),
 )
-def test_an_invalid_schedext_is_refused_with_a_helpful_message(real, words, spec):
+def test_an_invalid_schedext_is_refused_with_a_helpful_message(crd, words, spec):
+    if crd.server and any(words in text for text in CEL_MESSAGES):
+        pytest.skip("a rule in CEL, which only a real API server evaluates")
     with pytest.raises(Refusal, match=re.escape(words)):
-        dry_run(real, schedext("scx", **spec))
+        dry_run(crd, schedext("scx", **spec))
 
 
 def test_a_name_too_long_for_a_label_is_refused(real):
@@ -6495,30 +5647,6 @@ def test_the_operator_leaves_a_lost_node_as_soon_as_kubernetes_notices():
     }
     lost = {"node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"}
     assert leaves == dict.fromkeys(lost, 5)
-
-
-def test_the_operator_requests_more_memory_than_the_readme_measures():
-    (manager,) = pod_spec(installed_one("Deployment"))["containers"]
-    assert manager["resources"]["requests"]["memory"] == "96Mi"
-    measured = re.findall(r"^\|.*SchedExt.*\| (\d+) MiB \|", README, re.M)
-    assert measured
-    assert max(map(int, measured)) <= 96
-
-
-def test_the_version_is_a_label_only_where_a_label_may_change():
-    found = [
-        obj["kind"] + path
-        for obj in manifests()
-        for path in (".metadata.labels", ".spec.template.metadata.labels")
-        if "app.kubernetes.io/version" in (dig(obj, path) or {})
-    ]
-    assert found == [
-        "CustomResourceDefinition.metadata.labels",
-        "Deployment.metadata.labels",
-        "Deployment.spec.template.metadata.labels",
-    ]
-    assert "version" not in str(installed_one("Deployment")["spec"]["selector"])
-    assert "version" not in str(installed_one("Service")["spec"]["selector"])
 
 
 def test_the_operators_pod_is_restricted_and_sets_no_uid():
@@ -6565,7 +5693,7 @@ def test_the_operator_uses_each_of_its_permissions(world, server):
         for what in rule["resources"]
         for verb in rule["verbs"]
     }
-    eventually(lambda: granted.difference(server.deeds()) == implied)
+    eventually(lambda: granted.difference(server.deeds()), implied)
 
 
 # ---------------------------------------------------------------- README.md and the image
@@ -6604,11 +5732,10 @@ def test_the_readmes_first_screen_shows_a_five_line_schedext_and_kubectls_output
 
 @pytest.mark.parametrize("obj", EXAMPLES, ids=lambda obj: obj["metadata"]["name"])
 def test_every_schedext_in_the_readme_passes_the_schema_and_makes_a_daemonset(obj):
-    causes: list[str] = []
-    assert check(PARTS[".spec"], obj["spec"], "", causes) == obj["spec"]
-    assert causes == []
-    for container in pod_spec(sked.build_daemonset(obj, EXAMPLES))["containers"]:
-        assert obeys(".spec.sched", container["image"])
+    wrong: list[str] = []
+    check(SCHEMA, obj, "", wrong, wrong)
+    assert wrong == []
+    assert sked.build_daemonset(obj, EXAMPLES)
 
 
 def test_the_licence_is_the_same_everywhere():
@@ -6654,7 +5781,9 @@ def test_sked_logs_in_every_way_without_what_the_image_leaves_out(tmp_path):
 def test_every_status_reason_is_documented():
     source = (HERE / "sked.py").read_text()
     given = set(re.findall(r'(?:return|Blocked\(|reason =)\s*"([A-Z]\w+)"(?! if)', source))
-    described = PARTS[".status.conditions.items.reason"]["description"].partition("Ready: ")[2]
+    status = SCHEMA["properties"]["status"]["properties"]
+    reason = status["conditions"]["items"]["properties"]["reason"]
+    described = reason["description"].partition("Ready: ")[2]
     on_a_node = {"AlreadyAttached", "NotAttached", "Unschedulable"}
     assert given == set(re.findall(r"[A-Z]\w+", described)) | on_a_node
     assert [reason for reason in given if f"`{reason}`" not in README] == []
@@ -6703,7 +5832,7 @@ def test_the_readmes_own_program_says_what_it_watches_and_makes_a_daemonset(serv
         line = process.stdout.readline()
         eventually(lambda: server.get("daemonsets", "default", "x"))
         process.kill()
-    assert line == f"sked 1.3.0 watches SchedExts at http://127.0.0.1:{server.port}\n"
+    assert line.endswith(f" watches SchedExts at http://127.0.0.1:{server.port}\n")
 
 
 LUA = next(filter(None, map(shutil.which, ("lua5.1", "lua5.4", "lua"))), None)
@@ -6763,7 +5892,7 @@ def test_the_readmes_policy_refuses_new_images_but_never_the_off_switch(real):
         for path, obj in paths.items():
             real.call("POST", path, obj)
         # It takes a few seconds to hold, and until then each try needs an image that is new.
-        eventually(lambda: "pinned by digest" in change(sched=f"{LAVD}-{uuid.uuid4().hex}"))
+        eventually(lambda: change(sched=f"{LAVD}-{uuid.uuid4().hex}"), contains("pinned by digest"))
         with pytest.raises(Refusal, match="pinned by digest"):
             real.create(schedext("y", RUSTY, namespace))
         assert change(suspend=True) == "accepted"
@@ -6794,877 +5923,192 @@ def test_ci_runs_the_readmes_test_command(tmp_path):
     assert (tmp_path / "proof").exists()
 
 
-# ---------------------------------------------------------------- the stand-in API server
-
-
-def kubectl(
-    server: ApiServer,
-    method: str,
-    path: str,
-    body: Any = b"",
-    content: str = "application/json",
-    accept: str = "application/json",
-    token: str = "admin",
-    acting_as: str = "",
-) -> tuple[int, Any, Any]:
-    """Sends what kubectl sends; returns the answer's status, JSON (of a watch: one) and headers."""
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    headers = {"Content-Type": content, "Accept": accept, "Authorization": f"Bearer {token}"}
-    headers |= {"Impersonate-User": acting_as} if acting_as else {}
-    url = f"http://127.0.0.1:{server.port}{path}"
-    with urllib3.PoolManager(retries=False, timeout=60) as pool:
-        response = pool.request(method, url, headers=headers, body=data)
-        text = response.data.decode()
-        is_json = text.startswith("{")
-        answer = json.loads(text.splitlines()[0]) if is_json else text
-        return response.status, answer, response.headers
-
-
-V1 = "/api/v1/namespaces/default"
-APPS = "/apis/apps/v1/namespaces/default"
-CUSTOM = "/apis/sked.schedkit.io/v1/namespaces/default/schedexts"
-STRATEGIC = "application/strategic-merge-patch+json"
-AS_TABLE = "application/json;as=Table;v=v1;g=meta.k8s.io"
-
-
-def pod(name: str, image: str = "busybox", **spec: Any) -> dict:
-    """A pod without a controller, as kubectl run makes it."""
-    meta = {"name": name, "labels": {"run": name}}
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": meta,
-        "spec": {"containers": [{"name": name, "image": image}], **spec},
-    }
-
-
-def phase(server: ApiServer, name: str) -> str:
-    return dig(server.get("pods", "default", name), ".status.phase") or ""
-
-
-def test_nodes_can_be_tainted_and_untainted(server, kubelets):
-    kubelets.add_node("a")
-    server.create(daemonset("x", "default"))
-    eventually(lambda: len(kubelets.pods("x")) == 1)
-    for taints in ([{"key": "a", "value": "b", "effect": "NoExecute"}], None):
-        patch = {"spec": {"taints": taints}}
-        assert kubectl(server, "PATCH", "/api/v1/nodes/a", patch, STRATEGIC)[0] == 200
-        eventually(lambda taints=taints: len(kubelets.pods("x")) == (0 if taints else 1))
-
-
-def test_pods_without_a_controller_run_where_their_affinity_lets_them(server, kubelets):
-    for node in "ab":
-        kubelets.add_node(node, pool=node)
-    game = next(obj for block in blocks("yaml") for obj in yaml.safe_load_all(block) if is_pod(obj))
-    assert kubectl(server, "POST", f"{V1}/pods", game)[0] == 201
-    assert kubectl(server, "POST", f"{V1}/pods", pod("x"))[0] == 201
-    eventually(lambda: phase(server, "x") == "Running")
-    assert phase(server, "game-server") == "Pending"
-    scheduler = merge(daemonset("scx-lavd", "default"), in_template(nodeSelector=B))
-    server.create(scheduler)
-    eventually(lambda: phase(server, "game-server") == "Running")
-    assert node_of(server.get("pods", "default", "game-server")) == "b"
-    assert restarts(server.get("pods", "default", "x")) == "0"
-
-
-def is_pod(obj: dict) -> bool:
-    return obj.get("kind") == "Pod"
-
-
-def test_an_exception_in_the_stand_in_is_logged_and_its_threads_go_on(
-    server, kubelets, mocker, caplog
-):
-    kubelets.add_node("a")
-    bugs = [
-        mocker.patch.object(Kubelets, "live", side_effect=KeyError("taints")),
-        mocker.patch.object(Kubelets, "sync_all", side_effect=KeyError("ownerReferences")),
-        mocker.patch.object(server, "remove", side_effect=KeyError("uid")),
-        mocker.patch.object(server, "do_list", side_effect=KeyError("items")),
-    ]
-    orphan = controller_reference("apps/v1", "DaemonSet", "gone", "u-0")
-    server.create(merge(pod("orphan"), {"metadata": {"ownerReferences": [orphan]}}))
-    server.create(pod("x"))
-    status, answer, _ = kubectl(server, "GET", f"{V1}/pods")
-    assert (status, answer["kind"]) == (500, "Status")
-    assert "has a bug here: KeyError('items')" in answer["message"]
-    eventually(lambda: all(bug.called for bug in bugs) and bugs[0].call_count > 9)
-    mocker.stopall()
-    eventually(lambda: phase(server, "x") == "Running")
-    eventually(lambda: not server.get("pods", "default", "orphan"))
-    words = "the kubelet of pod x: this is a bug of the stand-in for a cluster, not of sked"
-    assert caplog.messages.count(words) == 1
-    server.bugs = 0  # otherwise the fixture complains
-
-
-# what kubectl 1.36 sends for 'create namespace team-a' and 'auth can-i create pods'
-NAMESPACE = (
-    b'k8s\0\n\x0f\n\x02v1\x12\tNamespace\x12\x1e\n\x16\n\x06team-a\x12\0\x1a\0"\0*\0002\0008\0B\0'
-    b'\x12\0\x1a\x02\n\0\x1a\0"\0'
-)
-REVIEW = (
-    b"k8s\0\n2\n\x17authorization.k8s.io/v1\x12\x17SelfSubjectAccessReview\x12?\n\x10\n\0\x12\0\x1a"
-    b'\0"\0*\0002\0008\0B\0\x12!\n\x1f\n\x07default\x12\x06create\x1a\0"\0*\x04pods2\0:\0\x1a\x08'
-    b'\x08\0\x12\0\x1a\0 \0\x1a\0"\0'
-)
-REVIEWS_PATH = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
-BINDINGS = "/apis/rbac.authorization.k8s.io/v1/namespaces/default/rolebindings"
-
-
-LABELLED = {"metadata": {"name": "x", "labels": {"a": 1}}}
-HALF_TERMS = {"nodeSelectorTerms": [{"matchExpressions": [{"key": "pool"}]}]}
-HALF_AFFINE = pod(
-    "x", affinity={"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": HALF_TERMS}}
-)
-
-
-def test_kubectl_create_namespace_works(server):
-    path = "/api/v1/namespaces?fieldManager=kubectl-create&fieldValidation=Strict"
-    status, made, _ = kubectl(
-        server, "POST", path, NAMESPACE, "application/vnd.kubernetes.protobuf"
-    )
-    assert (status, made["metadata"]["name"]) == (201, "team-a")
-    elsewhere = schedext("x", namespace="team-a")
-    assert kubectl(server, "POST", CUSTOM.replace("default", "team-a"), elsewhere)[0] == 201
-
-
-@pytest.mark.parametrize(
-    "method, path, body, code, words",
-    [
-        pytest.param(*row, id=name)
-        for name, row in {
-            "exec": ("POST", f"{V1}/pods/x/exec?command=ls", b"", 404, "has no pods/exec"),
-            "attach": ("GET", f"{V1}/pods/x/attach", b"", 404, "has no pods/attach"),
-            "scale": ("GET", f"{APPS}/daemonsets/x/scale", b"", 404, "has no daemonsets/scale"),
-            "auth can-i": ("POST", REVIEWS_PATH, REVIEW, 404, "has no selfsubjectaccessreviews"),
-            "create deployment": ("POST", f"{APPS}/deployments", b"k8s\0", 404, "no deployments"),
-            "create rolebinding": ("POST", BINDINGS, b"k8s\0", 415, "sends protobuf"),
-            "get deployments": ("GET", f"{APPS}/deployments", b"", 404, "could not find"),
-            "get --raw": ("GET", "/nonsense", b"", 404, "could not find the requested"),
-            "delete a list": ("DELETE", f"{V1}/pods", b"{}", 405, "does not allow this method"),
-            "patch a list": ("PATCH", f"{V1}/pods", {}, 405, "does not allow this method"),
-            "half an object": ("POST", f"{V1}/pods", b'{"spec"', 400, "is not JSON"),
-            "no object": ("POST", f"{V1}/pods", [1], 400, "is not an object"),
-            "no name": ("POST", f"{V1}/pods", {}, 422, "name or generateName is required"),
-            "an empty pod": ("POST", f"{V1}/pods", pod("x") | {"spec": {}}, 422, "containers"),
-            "no containers": (
-                "POST",
-                f"{V1}/pods",
-                pod("x") | {"spec": {"containers": []}},
-                422,
-                "spec.containers: Required value",
-            ),
-            "a name of 5": ("POST", f"{V1}/pods", {"metadata": {"name": 5}}, 400, "not a string"),
-            "an empty node": ("PUT", "/api/v1/nodes/x", {}, 400, "does not match the name on"),
-            "a deep hole": ("POST", f"{V1}/pods", b"[" * 100_000, 400, "nested too deeply"),
-            "an event about nothing": (
-                "POST",
-                f"{V1}/events",
-                {"metadata": {"name": "x"}},
-                422,
-                "involvedObject: Required value",
-            ),
-            "an owner without a uid": (
-                "POST",
-                f"{V1}/pods",
-                merge(pod("x"), {"metadata": {"ownerReferences": [{"kind": "Node", "name": "x"}]}}),
-                422,
-                "metadata.ownerReferences[0].uid: Required value",
-            ),
-            "half an affinity": (
-                "POST",
-                f"{V1}/pods",
-                HALF_AFFINE,
-                422,
-                "operator: Required value",
-            ),
-            "a role for nobody": ("POST", BINDINGS, {"metadata": {"name": "x"}}, 422, "roleRef"),
-            "a label of 1": ("POST", "/api/v1/namespaces", LABELLED, 422, "of type string"),
-            "a page of x": ("GET", f"{V1}/pods?limit=x", b"", 400, "limit: 'x' is not a number"),
-            "another method": ("BREW", "/api", b"", 501, "BREW"),
-        }.items()
-    ],
-)
-def test_an_unknown_request_gets_a_status_with_a_sentence(server, method, path, body, code, words):
-    status, answer, _ = kubectl(server, method, path, body)
-    assert status == code
-    assert {"kind": "Status", "status": "Failure", "code": code}.items() <= answer.items()
-    assert words in answer["message"]
-
-
-@pytest.mark.parametrize("length", ["abc", "-5"])
-def test_a_length_that_is_no_number_gets_a_status(server, length):
-    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
-        connection.sendall(f"POST /api HTTP/1.1\r\nContent-Length: {length}\r\n\r\n".encode())
-        answer = b"".join(iter(lambda: connection.recv(65536), b"")).decode()
-    assert answer.startswith("HTTP/1.1 400 ")
-    assert json.loads(answer.partition("\r\n\r\n")[2])["kind"] == "Status"
-
-
-@pytest.mark.parametrize(
-    "query, options", [("", {"dryRun": ["All"]}), ("?dryRun=All", {})], ids=["body", "query"]
-)
-def test_a_dry_run_deletes_nothing(server, query, options):
-    server.create(schedext("x"))
-    before = server.snapshot()
-    status, answer, _ = kubectl(server, "DELETE", f"{CUSTOM}/x{query}", options)
-    assert (status, answer["metadata"]["name"]) == (200, "x")
-    assert server.snapshot() == before
-
-
-@pytest.mark.parametrize("patch", [{"kind": "Pod"}, {"apiVersion": "v2"}], ids=json.dumps)
-def test_kind_and_api_version_cannot_change(server, patch):
-    server.create(schedext("x"))
-    status, answer, _ = kubectl(server, "PATCH", f"{CUSTOM}/x", patch, MERGE_PATCH)
-    assert (status, answer["reason"]) == (400, "BadRequest")
-    assert "cannot be handled as a SchedExt" in answer["message"]
-
-
-@pytest.mark.parametrize(
-    "most, words",
-    table("""
-    text: [abc, a valid percent string must be]
-    a fraction: [1.5%, a valid percent string must be]
-    nothing: ["", a valid percent string must be]
-    a number as text: ["5", a valid percent string must be]
-    zero: [0, cannot be 0 when maxSurge is 0]
-    zero percent: [0%, cannot be 0 when maxSurge is 0]
-    negative: [-1, must be greater than or equal to 0]
-    too much: [101%, must not be greater than 100%]
-    """),
-)
-def test_a_daemonset_with_a_wrong_max_unavailable_is_refused(server, most, words):
-    strategy = {"rollingUpdate": {"maxUnavailable": most}}
-    obj = merge(daemonset("x", "default"), {"spec": {"updateStrategy": strategy}})
-    status, answer, _ = kubectl(server, "POST", f"{APPS}/daemonsets", obj)
-    assert (status, answer["reason"]) == (422, "Invalid")
-    assert "spec.updateStrategy.rollingUpdate.maxUnavailable: " in answer["message"]
-    assert words in answer["message"]
-
-
-@pytest.mark.parametrize("most", ["abc", 0])
-def test_sked_reports_a_wrong_max_unavailable_as_rejected(world, server, most):
-    rejected = world.deploy("Rejected", updateStrategy={"rollingUpdate": {"maxUnavailable": most}})
-    assert "rollingUpdate.maxUnavailable: " in rejected["message"]
-
-
-@pytest.mark.parametrize(
-    "obj, path",
-    [
-        (schedext("x", nodeSelector={"": "x"}), CUSTOM),
-        (pod("x", nodeSelector={"": "x"}), f"{V1}/pods"),
-        (
-            merge(daemonset("x", "default"), in_template(nodeSelector={"": "x"})),
-            f"{APPS}/daemonsets",
-        ),
-    ],
-    ids=lambda value: value["kind"] if isinstance(value, dict) else "",
-)
-def test_a_node_selector_with_an_empty_key_is_refused(server, obj, path):
-    status, answer, _ = kubectl(server, "POST", path, obj)
-    assert status == 422
-    assert 'nodeSelector: Invalid value: "": name part must be non-empty' in answer["message"]
-
-
-def test_an_affinity_with_an_empty_key_is_refused(server):
-    terms = {"nodeSelectorTerms": [{"matchExpressions": [{"key": "", "operator": "Exists"}]}]}
-    node_affinity = {"requiredDuringSchedulingIgnoredDuringExecution": terms}
-    affine = in_template(affinity={"nodeAffinity": node_affinity})
-    obj = merge(daemonset("x", "default"), affine)
-    status, answer, _ = kubectl(server, "POST", f"{APPS}/daemonsets", obj)
-    assert status == 422
-    assert "key in body should be at least 1 chars long" in answer["message"]
-
-
-def test_the_selector_of_a_daemonset_matches_its_template_and_is_immutable(server):
-    selector = {"spec": {"selector": {"matchLabels": {"a": "b"}}}}
-    obj = merge(daemonset("x", "default"), selector)
-    status, answer, _ = kubectl(server, "POST", f"{APPS}/daemonsets", obj)
-    assert (status, answer["reason"]) == (422, "Invalid")
-    assert "`selector` does not match template `labels`" in answer["message"]
-    server.create(daemonset("x", "default"))
-    both = merge(selector, {"spec": {"template": {"metadata": {"labels": {"a": "b"}}}}})
-    status, answer, _ = kubectl(server, "PATCH", f"{APPS}/daemonsets/x", both, STRATEGIC)
-    assert (status, answer["reason"]) == (422, "Invalid")
-    assert answer["message"].endswith("field is immutable")
-
-
-@pytest.mark.parametrize("content", ["application/json-patch+json", STRATEGIC])
-def test_a_patch_of_an_unknown_type_gets_a_status_with_the_known_ones(server, content):
-    server.create(schedext("x"))
-    status, answer, _ = kubectl(server, "PATCH", f"{CUSTOM}/x", {}, content)
-    assert (status, answer["reason"]) == (415, "UnsupportedMediaType")
-    assert "application/merge-patch+json" in answer["message"]
-
-
-@pytest.mark.parametrize("path", ["/healthz", "/livez", "/readyz"])
-def test_the_stand_in_is_healthy(server, path):
-    assert kubectl(server, "GET", path)[:2] == (200, "ok")
-
-
-@pytest.mark.parametrize(
-    "token, acting_as, code, words",
-    [
-        ("admin", "system:serviceaccount:sked-system:sked-controller-manager", 200, ""),
-        ("admin", "alice", 403, 'User "alice" cannot list resource "schedexts"'),
-        ("nobody", "admin", 403, 'User "nobody" cannot impersonate resource "users"'),
-    ],
-    ids=["allowed", "alice", "nobody"],
-)
-def test_rbac_holds_for_whom_kubectl_impersonates(server, token, acting_as, code, words):
-    status, answer, _ = kubectl(server, "GET", CUSTOM, token=token, acting_as=acting_as)
-    assert status == code
-    assert words in answer.get("message", "")
-
-
-def test_a_wrong_token_is_unauthorized(server):
-    status, answer, _ = kubectl(server, "GET", "/api", token="guess")
-    assert (status, answer["reason"]) == (401, "Unauthorized")
-
-
-BAD_NAME = "a lowercase RFC 1123 subdomain must consist of lower case alphanumeric characters"
-NO_NAMESPACE = 'namespaces "nope" not found'
-
-
-@pytest.mark.parametrize(
-    "obj, code, words",
-    [
-        (
-            schedext("x", nodeselector=A),
-            400,
-            'strict decoding error: unknown field "spec.nodeselector"',
-        ),
-        (schedext("x", env=[{"nam": "A"}]), 400, 'unknown field "spec.env[0].nam"'),
-        (schedext("Scx_Rusty"), 422, f'metadata.name: Invalid value: "Scx_Rusty": {BAD_NAME}'),
-        (schedext("x", namespace="nope"), 404, NO_NAMESPACE),
-        (schedext("x", minReadySeconds="a"), 422, "must be of type integer"),
-        (
-            schedext("x", imagePullPolicy="Often"),
-            422,
-            'Unsupported value: "Often": supported values',
-        ),
-        (schedext("x", resources={"limits": {"cpu": "x"}}), 422, "in body should match"),
-        (merge(schedext("x"), {"spec": {"sched": None}}), 422, "spec.sched: Required value"),
-    ],
-    ids=["field", "item", "name", "namespace", "type", "enum", "pattern", "required"],
-)
-def test_what_a_real_api_server_refuses_is_refused_in_its_words(server, obj, code, words):
-    path = CUSTOM.replace("default", obj["metadata"]["namespace"])
-    status, answer, _ = kubectl(server, "POST", f"{path}?fieldValidation=Strict", obj)
-    assert status == code
-    assert words in answer["message"]
-    assert server.list("schedexts") == []
-
-
-@cases(
-    "plural, sub, patch, code, words",
-    """
-    a container without a name:
-      plural: daemonsets
-      patch: {spec: {template: {spec: {containers: [{image: x}]}}}}
-      code: 400
-      words: "does not contain declared merge key: name"
-    a container without an image:
-      plural: daemonsets
-      patch: {spec: {template: {spec: {containers: [{name: scx, image: ""}]}}}}
-      code: 422
-      words: "image in body should be at least 1 chars long"
-    an unknown strategy:
-      plural: daemonsets
-      patch: {spec: {updateStrategy: {type: Never}}}
-      code: 422
-      words: 'Unsupported value: "Never"'
-    text instead of a status:
-      plural: pods
-      sub: status
-      patch: {status: foo}
-      code: 422
-      words: must be of type object
-    text instead of conditions:
-      plural: pods
-      sub: status
-      patch: {status: {conditions: foo}}
-      code: 422
-      words: must be of type array
-    another name:
-      plural: nodes
-      patch: {metadata: {name: y}}
-      code: 400
-      words: "the name of the object (y) does not match the name on the URL (x)"
-    a label key with a blank:
-      plural: nodes
-      patch: {metadata: {labels: {bad key: "1"}}}
-      code: 422
-      words: name part must consist of alphanumeric characters
-    a label value with a blank:
-      plural: nodes
-      patch: {metadata: {labels: {a: b c}}}
-      code: 422
-      words: metadata.labels.a in body should match
-    a long label:
-      plural: daemonsets
-      patch: {metadata: {labels: {a: LONG}}}
-      code: 422
-      words: may not be more than 63 bytes
-    finalizers that are not a list:
-      plural: nodes
-      patch: {metadata: {finalizers: x}}
-      code: 422
-      words: must be of type array
-    """.replace("LONG", "x" * 64),
-    sub="",
-)
-def test_a_patch_that_a_real_api_server_refuses_is_refused_and_changes_nothing(
-    server, plural, sub, patch, code, words
-):
-    server.create({"kind": "Node", "metadata": {"name": "x"}})
-    server.create(daemonset("x", "default"))
-    server.create(pod("x"))
-    path = server.resources[plural].path("default", "x", sub)
-    before = server.version
-    status, answer, _ = kubectl(server, "PATCH", path, patch, STRATEGIC)
-    assert status == code
-    assert words in answer["message"]
-    assert server.version == before
-
-
-def test_a_put_creates_no_schedext(server):
-    obj = schedext("x")
-    status, answer, _ = kubectl(server, "PUT", f"{CUSTOM}/x", obj)
-    assert (status, answer["reason"]) == (404, "NotFound")
-
-
-def test_what_a_schedext_owned_stays_if_it_is_deleted_with_cascade_orphan(world, server):
-    world.deploy()
-    world.stop()
-    orphan = {"propagationPolicy": "Orphan"}
-    assert kubectl(server, "DELETE", f"{CUSTOM}/x", orphan)[0] == 200
-    assert world.made()["metadata"].get("ownerReferences", []) == []
-
-
-def test_an_unknown_field_is_dropped_with_a_warning_if_validation_is_not_strict(server):
-    server.create(schedext("x"))
-    patch = {"spec": {"nodeselector": A}}
-    status, answer, headers = kubectl(server, "PATCH", f"{CUSTOM}/x", patch, MERGE_PATCH)
-    assert (status, answer["spec"]) == (200, {"sched": RUSTY})
-    assert headers["Warning"] == r'299 - "unknown field \"spec.nodeselector\""'
-
-
-@pytest.mark.parametrize(
-    "path, columns",
-    table("""
-    schedexts:
-    - /apis/sked.schedkit.io/v1/schedexts
-    - [Name, Image, Desired, Ready, Reason, Age, Message]
-    pods: [/api/v1/pods, [Name, Ready, Status, Restarts, Age, Node]]
-    nodes: [/api/v1/nodes, [Name, Status, Roles, Age, Version, Kernel-Version]]
-    events: [/api/v1/events, [Last Seen, Type, Reason, Object, Message]]
-    """),
-)
-def test_a_watch_shows_the_same_columns_as_the_first_table(server, kubelets, path, columns):
-    kubelets.add_node("a")
-    about = {"kind": "SchedExt", "name": "x", "namespace": "default"}
-    event = {"kind": "Event", "metadata": {"name": "e"}, "involvedObject": about}
-    server.create(event | {"type": "Warning", "lastTimestamp": now()})
-    server.create(schedext("x"))
-    server.create(daemonset("x", "default"))
-    eventually(lambda: any(map(ready_since, kubelets.pods("x").values())))
-    _, listed, _ = kubectl(server, "GET", path, accept=AS_TABLE)
-    query = f"{path}?watch=true&timeoutSeconds=1&resourceVersion={server.oldest}"
-    _, watched, _ = kubectl(server, "GET", query, accept=AS_TABLE)
-    for shown in (listed, watched["object"]):
-        assert [column["name"] for column in shown["columnDefinitions"]] == columns
-        assert [len(row["cells"]) for row in shown["rows"]] == [len(columns)]
-    shown = dict(zip(columns, listed["rows"][0]["cells"]))
-    expected = {
-        "schedexts": {"Image": RUSTY},
-        "pods": {"Ready": "1/1", "Status": "Running", "Restarts": "0"},
-        "nodes": {"Status": "Ready", "Kernel-Version": "6.12.0"},
-        "events": {"Object": "schedext/x"},
-    }
-    assert expected[path.rpartition("/")[2]].items() <= shown.items()
-
-
-def test_kubectl_get_all_lists_each_resource_once(server):
-    _, answer, _ = kubectl(server, "GET", "/apis/apps/v1")
-    listed = {about["name"]: about for about in answer["resources"]}
-    assert listed["daemonsets"]["categories"] == ["all"]
-    assert listed["daemonsets"]["shortNames"] == ["ds"]
-    assert (
-        listed["daemonsets/status"]["categories"] == listed["daemonsets/status"]["shortNames"] == []
-    )
-
-
-def test_kubectl_explain_finds_the_description_of_each_field(server):
-    _, index, _ = kubectl(server, "GET", "/openapi/v3")
-    _, found, _ = kubectl(
-        server, "GET", index["paths"]["apis/sked.schedkit.io/v1"]["serverRelativeURL"]
-    )
-    (schema,) = found["components"]["schemas"].values()
-    (kind,) = schema["x-kubernetes-group-version-kind"]
-    assert kind == {"group": "sked.schedkit.io", "version": "v1", "kind": "SchedExt"}
-    described = PARTS[".spec"]["properties"]["sched"]["description"]
-    assert schema["properties"]["spec"]["properties"]["sched"]["description"] == described
-
-
-@pytest.mark.parametrize(
-    "old, patch, new",
-    table("""
-    an item is changed:
-    - {containers: [{name: a, image: x}, {name: b, image: y}]}
-    - {$setElementOrder/containers: [{name: a}, {name: b}], containers: [{name: b, image: z}]}
-    - {containers: [{name: a, image: x}, {name: b, image: z}]}
-    an item is added in its place:
-    - {containers: [{name: b}]}
-    - {$setElementOrder/containers: [{name: a}, {name: b}], containers: [{name: a}]}
-    - {containers: [{name: a}, {name: b}]}
-    an item is deleted:
-    - {env: [{name: a}, {name: b}]}
-    - {env: [{name: a, $patch: delete}]}
-    - {env: [{name: b}]}
-    a list without names is replaced:
-    - {args: [a, b]}
-    - {args: [c]}
-    - {args: [c]}
-    a field is removed:
-    - {spec: {a: 1, b: 2}}
-    - {spec: {a: null}}
-    - {spec: {b: 2}}
-    only some keys are retained:
-    - {updateStrategy: {type: OnDelete, rollingUpdate: {}}}
-    - {updateStrategy: {$retainKeys: [type], type: OnDelete}}
-    - {updateStrategy: {type: OnDelete}}
-    """),
-)
-def test_a_strategic_merge_patch_merges_lists_with_names(old, patch, new):
-    assert strategic_merge(old, patch) == new
-
-
-def test_kubectl_set_image_is_undone_and_the_event_names_one_field(world, server, fleet):
-    patch = in_template(
-        **{
-            "$setElementOrder/containers": [{"name": "scx"}],
-            "containers": [{"name": "scx", "image": "evil/image:1"}],
-        }
-    )
-    edited = kubectl(server, "PATCH", f"{APPS}/daemonsets/x", patch, STRATEGIC)[1]
-    assert pod_spec(edited)["containers"][0]["image"] == "evil/image:1"
-    assert "$" not in json.dumps(edited)
-    eventually(lambda: world.image() == RUSTY)
-    (event,) = eventually(lambda: server.list("events"))
-    assert event["reason"] == "DriftUndone"
-    assert re.findall(r"spec\.[\w.]+", event["message"]) == [
-        "spec.template.spec.containers.scx.image"
-    ]
-
-
-def test_each_container_has_its_own_log_and_a_previous_one_only_after_a_restart(world, kubelets):
-    server = world.api
-    kubelets.crash_seconds = (0.1, 0.1, 0.1)
-    for name, tag in {"good": "latest", "bad": "crash", "none": "nopull", "idle": "idle"}.items():
-        kubelets.add_node(name, pool=name)
-        with_probe = {"nodeSelector": {"pool": name}, "probeImage": "busybox"}
-        world.add(name, f"scx:{tag}", **with_probe)
-    world.start()
-
-    def log(name: str, query: str = "") -> str:
-        found = kubelets.pods(name)
-        if not found:
-            return ""
-        pod_name = found[name]["metadata"]["name"]
-        _, answer, _ = kubectl(server, "GET", f"{V1}/pods/{pod_name}/log?{query}")
-        return answer["message"] if isinstance(answer, dict) else answer
-
-    eventually(lambda: log("good", "container=scx") == "attached\n")
-    eventually(lambda: kubelets.pods("idle"))
-    eventually(lambda: log("idle", "container=probe&previous=true") == "")
-    eventually(lambda: log("bad", "previous=true") == "Failed to load BPF program\n")
-    eventually(lambda: log("none").endswith("trying and failing to pull image"))
-    assert log("idle", "container=scx") == log("good", "container=probe") == ""
-    for name in ("good", "none"):
-        words = r'previous terminated container "scx" in pod ".*" not found'
-        assert re.fullmatch(words, log(name, "previous=true"))
-    assert "container nope is not valid" in log("good", "container=nope")
-    waiting = kubelets.pods("none")["none"]["status"]["containerStatuses"][0]["state"]["waiting"]
-    assert waiting["message"].startswith('Back-off pulling image "scx:nopull": ErrImagePull: ')
-
-
-def test_kubectl_describe_node_finds_the_pods_of_the_node(server, kubelets):
-    for node in "ab":
-        kubelets.add_node(node)
-    server.create(daemonset("x", "default"))
-    query = (
-        "fieldSelector=spec.nodeName%3Da%2Cstatus.phase%21%3DFailed%2Cstatus.phase%21%3DSucceeded"
-    )
-
-    def found():
-        return kubectl(server, "GET", f"/api/v1/pods?{query}")[1]["items"]
-
-    assert [node_of(item) for item in eventually(found)] == ["a"]
-
-
-def test_a_crash_loop_backs_off(kubelets):
-    scx = {"name": "scx", "image": "ghcr.io/schedkit/scx_rusty:crash"}
-    broken = {"metadata": {"uid": "u-1"}, "spec": {"containers": [scx]}}
-    restarts_after = {s: kubelets.step(broken, s)[1] for s in (0, 60, 14 * 60, 24 * 3600)}
-    assert restarts_after == {0: 0, 60: 3, 14 * 60: 7, 24 * 3600: 291}
-
-
-def test_the_demos_objects_look_as_if_applied_so_that_kubectl_apply_does_not_warn(server):
-    obj = {"kind": "X", "apiVersion": "v1", "metadata": {"name": "é<x>"}}
-    notes = applied(obj)["metadata"]["annotations"]
-    text = r'{"apiVersion":"v1","kind":"X","metadata":{"annotations":{},"name":"é\u003cx\u003e"}}'
-    assert notes == {"kubectl.kubernetes.io/last-applied-configuration": f"{text}\n"}
-    installed_kinds = [server.objects["clusterroles"], server.objects["customresourcedefinitions"]]
-    for objs in installed_kinds:
-        assert all(notes.keys() <= obj["metadata"]["annotations"].keys() for obj in objs.values())
-
-
 # ---------------------------------------------------------------- the demo
 
 
-def test_the_demo_shows_each_act_and_leaves_no_exception(world, server, kubelets, capsys):
+def test_the_demo_shows_every_act_in_lines_that_fit_a_terminal(world, server, kubelets, capsys):
     kubelets.crash_seconds = (0.2, 0.2, 0.2)
     for name in NODES_OF_THE_DEMO:
         kubelets.add_node(name)
     world.start()
-    Demo(server, pause_seconds=0.0, ready_seconds=1).run()
+    Demo(server, kubelets, words_per_second=math.inf).run()
     shown = capsys.readouterr().out
-    for reason in ("AllReady", "NodesFailing", "NotAttached", "Suspended", "Failed to load BPF"):
-        assert reason in shown
-    for obj in server.list("schedexts"):
-        assert "kubectl.kubernetes.io/last-applied-configuration" in obj["metadata"]["annotations"]
+    assert [line for line in shown.splitlines() if len(line) > 100] == []
+    assert "\033" not in shown
+    story = iter(shown.split())
+    for word in ("AllReady", "CrashLoopBackOff:", "AllReady", "NotAttached:", "AllReady"):
+        assert word in story  # and after the word before
+    for word in ("scx_lavd:latest", "kubectl-edit", "Suspended", "AllReady"):
+        assert word in story
 
 
 DEMO = [sys.executable, "-u", str(HERE / "test_sked.py")]
 
 
-CTRL_C = """import os, signal, sys
-
-class Finder:
-    def find_spec(name, *_):
-        if name == os.environ["AT"]:
-            os.kill(os.getpid(), signal.SIGINT)
-
-sys.meta_path.insert(0, Finder)
-"""
-
-
-@pytest.mark.parametrize("module", ["argparse", "pytest", "yaml", "sked"])
-def test_ctrl_c_while_the_demo_imports_a_module_ends_it_without_a_traceback(tmp_path, module):
-    (tmp_path / "sitecustomize.py").write_text(CTRL_C)
-    env = os.environ | {"PYTHONPATH": str(tmp_path), "AT": module}
-    ended = subprocess.run(DEMO, env=env, capture_output=True, timeout=60, check=False)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, b"", b"")
-
-
-def test_ctrl_c_ends_the_demo_which_has_said_what_it_does_not_check():
+def test_ctrl_c_ends_the_demo_without_a_traceback():
     with subprocess.Popen(DEMO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as demo:
-        lines = [demo.stdout.readline().decode() for _ in range(4)]
+        assert demo.stdout.readline()
         demo.send_signal(signal.SIGINT)
         shown = demo.communicate(timeout=60)[0].decode()
     assert demo.returncode == 0
     assert "Traceback" not in shown
-    assert sum("does not evaluate the CRD's CEL rules" in line for line in lines) == 1
-    assert "kubectl set image ds/scx-rusty" in YOURS
 
 
 def test_the_demo_ends_quietly_when_nobody_reads_on(tmp_path):
     env = os.environ | {"TMPDIR": str(tmp_path)}
-    with subprocess.Popen(
-        DEMO, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as demo:
-        assert demo.stdout.readline().startswith("An API server with three nodes")
+    with subprocess.Popen(DEMO, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as demo:
+        assert demo.stdout.readline()
         demo.stdout.close()
-        assert demo.stderr.read() == ""
+        assert demo.stderr.read() == b""
     assert demo.returncode == 0
     assert not list(tmp_path.iterdir())
-
-
-CTRL_C_TWICE = """import os, signal, {module}
-
-real = {module}.{function}
-
-def interrupted(*args):
-    try:
-        os.kill(os.getpid(), signal.SIGINT)
-    finally:
-        os.kill(os.getpid(), signal.SIGINT)
-    return real(*args)
-
-{module}.{function} = interrupted
-"""
-
-
-@pytest.mark.parametrize(
-    "module, function",
-    [("threading", "Thread.start"), ("socketserver", "BaseServer.shutdown")],
-    ids=["while the server starts", "while the server stops"],
-)
-def test_a_second_ctrl_c_leaves_no_folder(tmp_path, module, function):
-    hook = CTRL_C_TWICE.format(module=module, function=function)
-    (tmp_path / "sitecustomize.py").write_text(hook)
-    folder = tmp_path / "tmp"
-    folder.mkdir()
-    env = os.environ | {"PYTHONPATH": str(tmp_path), "TMPDIR": str(folder)}
-    with subprocess.Popen(DEMO, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as demo:
-        if demo.stdout.readline():
-            demo.send_signal(signal.SIGINT)
-        shown = demo.communicate(timeout=60)[0].decode()
-    assert demo.returncode == 0
-    assert "Traceback" not in shown
-    assert not list(folder.iterdir())
-
-
-def test_the_demos_nodes_have_the_readmes_names(server):
-    named = set(re.findall(r"kubectl label node (\S+)", (HERE / "README.md").read_text() + YOURS))
-    assert named and named <= set(NODES_OF_THE_DEMO)
 
 
 TOO_OLD = "sked needs Python 3.10 or newer\n"
 OLD_PYTHON = "import sys; sys.version_info = (3, 9, 18, 'final', 0)"
 
 
-@pytest.mark.parametrize("command", [".venv/bin/python test_sked.py", "-m pytest -q"])
-def test_with_an_old_python_the_readmes_commands_end_with_one_sentence(tmp_path, command):
-    set_up = [text for text in blocks("sh") if "-m venv" in text]
-    (block,) = [text for text in set_up if text.endswith(f"{command}\n")]
-    (tmp_path / "sitecustomize.py").write_text(OLD_PYTHON)
-    (tmp_path / "python3").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    (tmp_path / "python3").chmod(0o755)
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(tmp_path)}
-    ended = subprocess.run(
-        ["sh", "-c", block], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
-    )
-    assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", TOO_OLD)
-
-
 def test_with_an_old_python_this_file_ends_with_one_sentence():
     text = (HERE / "test_sked.py").read_text()
     ast.parse(text, feature_version=(3, 8))  # otherwise it ends with a SyntaxError
     run = "import runpy; runpy.run_path('test_sked.py', run_name='__main__')"
-    ended = subprocess.run(
-        [sys.executable, "-c", f"{OLD_PYTHON}; {run}"],
-        cwd=HERE,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", TOO_OLD)
+    assert python("-c", f"{OLD_PYTHON}; {run}") == TOO_OLD
 
 
 # ---------------------------------------------------------------- python test_sked.py
 
-DEMO_SECONDS = 3
-NODES_OF_THE_DEMO = ("worker-1", "worker-2", "worker-3")  # as in README.md
-WELCOME = """An API server with three nodes: http://127.0.0.1:{port}. sked runs next to it.
-It does not evaluate the CRD's CEL rules, so it accepts some specs that a real cluster refuses.
-A scheduler is ready after it has stayed up for 10 s ({seconds} s in this demo).
-"""
-YOURS = """Now it is yours, in another terminal, until you press Ctrl-C here:
-  export KUBECONFIG={kubeconfig}
-  kubectl get schedexts,daemonsets,pods
-  kubectl describe schedext scx-rusty
-To see sked undo an edit, and say whose it was:
-  kubectl set image ds/scx-rusty scx=evil/image:1
-  kubectl get events
-To see a node change hands, and go back:
-  kubectl label node worker-1 pool=latency
-  kubectl delete schedext scx-lavd
-A SchedExt fails if its image has one of these tags: crash cannot load, nopull cannot be pulled, and
-idle attaches nothing.
-
-sked's log:
-"""
+DEMO_SECONDS = 3  # how long a pod has to stay up, instead of 10 s
+NODES_OF_THE_DEMO = ("worker-1", "worker-2", "worker-3")
+WIDTH = 98
+DRIFT = "DriftUndone"
+COLOURS = {"AllReady": 32, "Suspended": 32, "RollingOut": 33, "NodesFailing": 31}
 
 
 class Demo:
-    """Shows sked at work on an ApiServer, with the equivalent kubectl commands."""
+    """Shows sked at work, act by act: what is done, what sked does, and why it matters."""
 
-    def __init__(self, server: ApiServer, pause_seconds: float, ready_seconds: int) -> None:
+    def __init__(self, server: ApiServer, kubelets: Kubelets, words_per_second: float) -> None:
         self.server = server
-        self.pause_seconds = pause_seconds  # time to read
-        self.ready_seconds = ready_seconds  # how long a pod must stay up
+        self.kubelets = kubelets
+        self.words_per_second = words_per_second  # how fast people read
 
-    def title(self, text: str) -> None:
-        time.sleep(self.pause_seconds)
-        print(f"\033[1m{text}\033[0m" if sys.stdout.isatty() else text)
+    def show(self, text: str = "", colour: int = 0) -> None:
+        in_colour = colour and sys.stdout.isatty()
+        print(f"\033[{colour}m{text}\033[0m" if in_colour else text, flush=True)
 
-    def apply(self, name: str, reason: str, **spec: Any) -> None:
+    def say(self, who: str, text: str, colour: int = 0) -> None:
+        """Prints a paragraph after a label; waits until what is not of sked has been read."""
+        label, margin = f"  {who:6}", " " * 8
+        options = {"initial_indent": label, "subsequent_indent": margin, "break_on_hyphens": False}
+        self.show(textwrap.fill(text, WIDTH, **options), colour)
+        if who in ("you", "why"):
+            self.pause(len(text.split()))
+
+    def pause(self, words: int) -> None:
+        """Waits until so many words have been read."""
+        time.sleep(words / self.words_per_second)
+
+    def act(self, title: str) -> None:
+        self.show()
+        self.show(title, 1)
+
+    def create(self, reason: str, name: str, **spec: Any) -> None:
         obj = schedext(name, **spec)
-        print(f"$ kubectl apply -f -\n{yaml.safe_dump(obj, sort_keys=False)}")
-        self.server.create(applied(obj))
+        for line in yaml.safe_dump(obj, sort_keys=False).splitlines():
+            self.show(f"        {line}")
+        self.server.create(obj)
         self.follow(name, reason)
 
-    def patch(self, reason: str, **spec: Any) -> None:
-        patch = {"spec": spec}
-        print(f"$ kubectl patch schedext scx-rusty --type merge -p '{json.dumps(patch)}'")
-        self.server.patch("schedexts", "default", "scx-rusty", patch)
+    def edit(self, reason: str, **spec: Any) -> None:
+        self.server.patch("schedexts", "default", "scx-rusty", {"spec": spec})
         self.follow("scx-rusty", reason)
 
     def follow(self, name: str, reason: str) -> None:
         """Prints each new status of a SchedExt until it has this reason."""
-        said = [""]
+        said = []
 
-        def reached() -> bool:
-            obj = self.server.get("schedexts", "default", name)
-            ready = dig(obj, READY)
-            if not ready or ready["observedGeneration"] != obj["metadata"]["generation"]:
+        def reached(obj: dict) -> bool:
+            ready = dig(obj, READY) or {}
+            if ready.get("observedGeneration") != obj["metadata"]["generation"]:
                 return False
-            line = f"  {name}  {ready['reason']:12}  {ready['message']}"
-            if line != said[-1]:
+            line = f"{name} {ready['reason']}: {ready['message']}"
+            if line not in said[-1:]:
                 said.append(line)
-                print(line, flush=True)
+                self.say("sked", line, COLOURS[ready["reason"]])
             return ready["reason"] == reason
 
-        eventually(reached)
-        print()
+        eventually(lambda: self.server.get("schedexts", "default", name), reached)
+        self.pause(6)
 
-    def get(self, resource: str) -> None:
-        """Prints the table that kubectl prints."""
-        kind = self.server.resources[resource]
-        table = make_table(kind, self.server.list(resource, "default"), {})
-        columns = [
-            [column["name"].upper(), *(str(row["cells"][i] or 0) for row in table["rows"])]
-            for i, column in enumerate(table["columnDefinitions"])
-            if not column["priority"]
-        ]
-        padded = [[cell.ljust(max(map(len, column))) for cell in column] for column in columns]
-        print(f"$ kubectl get {resource}")
-        for row in zip(*padded):
-            print("   ".join(row).rstrip())
-        print(flush=True)
+    def pods(self) -> None:
+        """Prints what runs on each node, and for how long."""
+        for node in NODES_OF_THE_DEMO:
+            for pod in self.server.list("pods", "default"):
+                if node_of(pod) == node and "deletionTimestamp" not in pod["metadata"]:
+                    image = pod["spec"]["containers"][0]["image"].rpartition("/")[2]
+                    age = int(seconds_ago(pod["metadata"]["creationTimestamp"]))
+                    self.say("node", f"{node}  {image:18} pod of {age} s")
+        self.pause(10)
 
     def run(self) -> None:
-        self.title("A scheduler on every node: write one SchedExt, sked makes the DaemonSet.")
-        words = {"terminationMessagePolicy": "FallbackToLogsOnError"}
-        self.apply("scx-rusty", "AllReady", minReadySeconds=self.ready_seconds, **words)
-        self.get("pods")
+        self.act("1. A scheduler on every node")
+        self.say("you", "create a SchedExt, which names an image:")
+        self.create("AllReady", "scx-rusty")
+        self.pods()
+        self.say("why", "You write these few lines. sked makes the privileged DaemonSet.")
 
-        self.title("A version that cannot load: the update stops at the first node and says why.")
-        self.patch("NodesFailing", sched="ghcr.io/schedkit/scx_rusty:crash")
-        self.get("pods")
-        self.patch("AllReady", sched=RUSTY)
+        self.act("2. A version that cannot load")
+        bad = "ghcr.io/schedkit/scx_rusty:crash"
+        self.say("you", f"set sched: {bad}")
+        self.edit("NodesFailing", sched=bad)
+        self.pods()
+        self.say("why", "The update stops at the first node; the others keep what works.")
+        self.say("you", "go back to the image before:")
+        self.edit("AllReady", sched=RUSTY)
 
-        self.title(
-            "An image that runs but attaches nothing: the probe asks the kernel and notices."
-        )
+        self.act("3. An image that runs but attaches nothing")
         idle = "ghcr.io/schedkit/scx_rusty:idle"
-        self.patch("NodesFailing", sched=idle, probeImage="busybox:stable")
-        self.patch("AllReady", sched=RUSTY)
+        self.say("you", f"set sched: {idle} and probeImage: busybox:stable")
+        self.edit("NodesFailing", sched=idle, probeImage="busybox:stable")
+        self.say("why", "To Kubernetes, this pod is fine. The probe asks the kernel.")
+        self.say("you", "go back to the image before, and keep the probe:")
+        self.edit("AllReady", sched=RUSTY)
 
-        self.title("Another scheduler for one pool: pods on other nodes keep running (see AGE).")
-        print("$ kubectl label node worker-3 pool=latency")
+        self.act("4. Another scheduler for one pool of nodes")
         pool = {"pool": "latency"}
+        self.say("you", "label worker-3 with pool=latency and create a SchedExt for that pool:")
         self.server.patch("nodes", "", "worker-3", {"metadata": {"labels": pool}})
-        self.apply("scx-lavd", "AllReady", sched=LAVD, nodeSelector=pool)
-        self.get("schedexts")
-        self.get("pods")
+        self.create("AllReady", "scx-lavd", sched=LAVD, nodeSelector=pool)
+        self.follow("scx-rusty", "AllReady")
+        self.pods()
+        self.say("why", "Only worker-3 has changed hands. The other pods are as old as they were.")
 
-        self.title("Off on all its nodes at once, and on again.")
-        self.patch("Suspended", suspend=True)
-        self.get("pods")
-        self.patch("AllReady", suspend=False)
-        self.get("schedexts")
+        # 1.4: here comes the act of a second SchedExt for the same nodes, which says Conflict
+
+        self.act("5. Somebody edits the DaemonSet")
+        self.say("you", "set another image in the DaemonSet itself, with kubectl edit:")
+        self.edit_daemonset("evil/image:1")
+        self.say("why", "What runs privileged on your nodes is what the SchedExt says.")
+
+        self.act("6. The off switch")
+        self.say("you", "set suspend: true")
+        self.edit("Suspended", suspend=True)
+        self.pods()
+        self.say("why", "The nodes are back on the kernel's own scheduler. And on again:")
+        self.edit("AllReady", suspend=False)
+
+    def edit_daemonset(self, image: str) -> None:
+        """Edits the DaemonSet as kubectl edit does; prints the event of sked's repair."""
+        made = self.server.get("daemonsets", "default", "scx-rusty")
+        containers = pod_spec(made)["containers"]
+        containers[0]["image"] = image
+        path = BUILT_IN["daemonsets"].path("default", "scx-rusty")
+        edit = in_template(containers=containers)
+        self.server.call("PATCH", f"{path}?fieldManager=kubectl-edit", edit)
+        eventually(lambda: self.server.list("events"), lambda events: DRIFT in str(events))
+        [event] = [e for e in self.server.list("events") if e["reason"] == DRIFT]
+        self.say("sked", f"{DRIFT}: {event['message']}", 33)
+        self.say("", f"The image is {images(self.server)['scx-rusty']} again.")
 
 
 ENDS = (signal.SIGINT, signal.SIGTERM)
@@ -7677,51 +6121,38 @@ def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-@contextlib.contextmanager
-def quiet_end() -> Iterator[None]:
-    """No traceback after Ctrl-C, or if nobody reads on, as in: python test_sked.py | head -3."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        pass
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="See sked work. Run the tests with pytest.")
-    parser.add_argument("--once", action="store_true", help="exit after the demo")
-    args = parser.parse_args(argv)
-    logging.disable()
-    sked.SETTLE_SECONDS = float(DEMO_SECONDS)
+def main() -> int:
+    argparse.ArgumentParser(description="Shows sked at work; pytest runs the tests.").parse_args()
     for sent in ENDS:
         signal.signal(sent, interrupt)
-    with quiet_end(), ApiServer() as server:
-        operator = sked.Operator(connect(server.kubeconfig("sked")))
-        try:
-            demonstrate(server, operator, args.once)
-        finally:
-            logging.disable()  # what sked says about the end of its server
-            operator.stop.set()
+    try:
+        with ApiServer() as server:
+            demonstrate(server)
+    except KeyboardInterrupt:
+        pass
+    except BrokenPipeError:  # nobody reads on, as in: python test_sked.py | head -3
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
     return 0
 
 
-def demonstrate(server: ApiServer, operator: sked.Operator, once: bool) -> None:
-    """Runs the demo, then waits for Ctrl-C unless it is to run once."""
-    server.anonymous = "admin"
+def demonstrate(server: ApiServer) -> None:
+    logging.disable()
+    sked.SETTLE_SECONDS = float(DEMO_SECONDS)
+    server.set_default("minReadySeconds", DEMO_SECONDS)  # until 1.4, the CRD has no default
     kubelets = Kubelets(server)
     kubelets.crash_seconds = (1.0, 2.0, 1.0)
     for name in NODES_OF_THE_DEMO:
         kubelets.add_node(name)
+    operator = sked.Operator(connect(server.kubeconfig("sked")))
     threading.Thread(target=operator.run, daemon=True).start()
-    print(WELCOME.format(port=server.port, seconds=DEMO_SECONDS), flush=True)
-    Demo(server, 0.0 if once else 2.0, DEMO_SECONDS).run()
-    if once:
-        return
-    print(YOURS.format(kubeconfig=server.kubeconfig("admin")), flush=True)
-    logging.disable(logging.NOTSET)
-    logging.basicConfig(level="INFO", format="%(asctime)s %(message)s")
-    threading.Event().wait()
+    demo = Demo(server, kubelets, words_per_second=5.0)
+    demo.show("sked in six acts, with an API server and three nodes that this file plays.")
+    demo.show(f"A pod is ready when it has stayed up for 10 s: here, for {DEMO_SECONDS} s.")
+    try:
+        demo.run()
+        demo.show("\nThat was all of it. To install sked on a cluster, see README.md.")
+    finally:
+        operator.stop.set()
 
 
 if __name__ == "__main__":
