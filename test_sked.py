@@ -406,13 +406,26 @@ def default_container(container: dict) -> dict:
         source = variable.get("valueFrom", {})
         source.get("fieldRef", {}).setdefault("apiVersion", "v1")
         source.get("resourceFieldRef", {}).setdefault("divisor", "0")
+    resources = {
+        kind: {name: canonical(amount) for name, amount in amounts.items()}
+        for kind, amounts in container.get("resources", {}).items()
+    }
     return {
         "terminationMessagePath": "/dev/termination-log",
         "terminationMessagePolicy": "File",
         "imagePullPolicy": "Always" if latest else "IfNotPresent",
-        "resources": {},
         **container,
+        "resources": resources,
     }
+
+
+def canonical(amount: str | int) -> str:
+    """A quantity as the API server writes it, if it is a plain number: 500m for 0.5."""
+    whole, point, fraction = str(amount).partition(".")
+    if not point or not f"{whole}{fraction}".isdigit():
+        return str(amount)
+    thousandths = math.ceil(float(amount) * 1000)
+    return f"{thousandths}m" if thousandths % 1000 else str(thousandths // 1000)
 
 
 def default_daemonset(obj: dict) -> None:
@@ -495,6 +508,7 @@ class Fault:
     drop      closes the connection without doing anything
     lose      does what is asked, then closes the connection without an answer
     close     does what is asked, answers with Connection: close
+    slow      waits some seconds, then does what is asked
     truncate  closes the connection in the middle of the answer
     stall     goes silent in the middle of the answer until cleared
     hang      does nothing and sends nothing until cleared
@@ -505,6 +519,7 @@ class Fault:
     times: int | None = 1  # None: until clear()
     action: str = "error"
     status: int = 500
+    seconds: float = 0.0
     hits: int = 0
     over: threading.Event = field(default_factory=threading.Event)
 
@@ -716,7 +731,7 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         """Comes up, on the same port as before."""
         self.http = HttpServer(self)
         self.port = self.http.server_address[1]
-        threading.Thread(target=self.http.serve_forever, args=(0.05,), daemon=True).start()
+        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
 
     def compact(self) -> None:
         """Forgets the past: new watches from older versions and unfinished lists get 410."""
@@ -1167,6 +1182,7 @@ class HttpHandler(http.server.BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         fault = api.next_fault(self.command, self.path) or Fault("", "", action="none")
         api.thawed.wait()
+        fault.over.wait(fault.seconds)
         if fault.action in ("hang", "drop", "error", "garbage"):
             status, content = self.misbehave(fault)
         else:
@@ -1773,7 +1789,7 @@ def quick_backoff(failures: int, most: float) -> float:
 HURRY = {
     "backoff": quick_backoff,
     "GATHER_SECONDS": 0.05,
-    "SETTLE_SECONDS": 0.3,
+    "SETTLE_SECONDS": 0.2,
     "BLOCKED_SECONDS": 0.5,
     "QUIET_SECONDS": 0.5,
     "EVENT_SECONDS": 0.5,
@@ -4722,7 +4738,7 @@ def test_a_bug_in_reconcile_is_logged_and_retried_not_reported_as_rejected(
 
 def test_repeated_kills_leave_exactly_one_daemonset_per_schedext(server):
     made = {f"scx-{n}": server.create(schedext(f"scx-{n}"))["metadata"]["uid"] for n in range(60)}
-    server.webhook = lambda request, obj: time.sleep(0.01) or obj
+    server.fault("POST", "/daemonsets", None, "slow", seconds=0.03)
     for enough in (1, 20, 40, 60):
         with OperatorProcess(server.kubeconfig("sked")) as operator:
             eventually(lambda: len(images(server)), at_least(enough))
