@@ -3,12 +3,12 @@
 
     ApiServer        a Kubernetes API server in memory that speaks real HTTP and authorises by
                      install.yaml
-    Kubelets         plays the DaemonSet controller, the scheduler and the nodes on an ApiServer
+    Kubelets         plays the DaemonSet controller and the nodes on an ApiServer
     Cluster          what end-to-end tests talk to: an ApiServer, or the real cluster that
                      $SKED_TEST_KUBECONFIG names
     OperatorProcess  sked.py in a process of its own
 
-    python test_sked.py   see sked work on a machine without a cluster
+    python test_sked.py   shows sked at work, in a minute and without a cluster
 
 Throughout this file:
     obj       an object as the plain dict that the API returns; stored objects are never changed,
@@ -16,8 +16,8 @@ Throughout this file:
     resource  a row of the table of served resources
     version   a resourceVersion, as an int
 
-The server does only what a test needs, or somebody who tries the demo with a kubectl. Where a real
-server differs, the real one is right.
+The server does only what a test or the demo needs: it promises nothing to anybody's kubectl. Where
+a real server differs, the real one is right.
 """
 
 from __future__ import annotations
@@ -1359,7 +1359,7 @@ def revision_of(template: dict) -> str:
 
 
 class Kubelets:
-    """Plays the DaemonSet controller, the scheduler and the kubelets on an ApiServer.
+    """Plays the DaemonSet controller and the kubelets on an ApiServer.
 
     A pod runs and is ready, with these exceptions. An image with the tag nopull cannot be pulled.
     One with the tag crash crash-loops, and so does a second scheduler on a node: as on a real
@@ -1506,9 +1506,7 @@ class Kubelets:
         with contextlib.suppress(Refusal):  # by a webhook, for now
             self.server.create(pod)
 
-    # -- the scheduler
-
-    # -- the scheduler and the kubelets
+    # -- the kubelets
 
     def since(self, pod: dict, what: str) -> float:
         """Seconds since this was first seen for a pod."""
@@ -1540,7 +1538,7 @@ class Kubelets:
             return "attached", 0  # nobody can tell without a probe
         up, dead, waiting = self.crash_seconds
         count = 0
-        while seconds >= up + (pause := min((dead + waiting) * 2**count, LONGEST_BACKOFF_SECONDS)):
+        while seconds >= up + (pause := (dead + waiting) * 2**count):
             seconds -= up + pause
             count += 1
         is_free = node_of(pod) not in self.attached.values()
@@ -1565,7 +1563,6 @@ class Kubelets:
         self.report(pod, {"phase": phase, "conditions": [ready], "containerStatuses": containers})
 
 
-LONGEST_BACKOFF_SECONDS = 300.0  # of a crash loop
 FINAL_MESSAGES = {  # of a container that fails, by the tag of the image
     "crash": "Failed to load BPF program",
     "idle": "no scheduler is attached: /sys/kernel/sched_ext/state is 'disabled'",
@@ -1862,8 +1859,6 @@ def replica(server: ApiServer) -> Iterator[Callable]:
 
         def begin(namespace: str, user: str = "other") -> OperatorProcess:
             flags = ("--leader-elect", f"--leader-election-namespace={namespace}")
-            with contextlib.suppress(Refusal):  # it exists already
-                server.create({"kind": "Namespace", "metadata": {"name": namespace}})
             kubeconfig = server.kubeconfig(user)
             process = OperatorProcess(kubeconfig, *flags, program=("-c", HASTY), port=free_port())
             return stack.enter_context(process)
@@ -4055,6 +4050,12 @@ def test_a_long_termination_message_keeps_its_end():
       reason: CrashLoopBackOff
       words: "the probe does not run (its image needs sh and grep): exit code 127, 1 restart;
          see 'kubectl logs -n tools p -c probe --previous'"
+    grep in the probe's image may not be run:
+      scx: *up
+      probe: {restartCount: 1, state: {terminated: {exitCode: 126, reason: Error, finishedAt: 1}}}
+      reason: CrashLoopBackOff
+      words: "the probe does not run (its image needs sh and grep): exit code 126, 1 restart;
+         see 'kubectl logs -n tools p -c probe --previous'"
     the probe's image has no shell:
       scx: *up
       probe:
@@ -4684,6 +4685,21 @@ def test_a_deleted_schedext_gets_no_daemonset_even_if_the_watch_missed_the_delet
     assert "".join(sorted(made)) == names
 
 
+def test_a_schedext_that_is_being_deleted_gets_no_daemonset_even_if_the_watch_missed_that(
+    world, server
+):
+    world.deploy()
+    silence = cut_off(server, "schedexts")
+    server.collect = False
+    server.delete("schedexts", world.ns, "x", "Foreground")
+    server.delete("daemonsets", world.ns, "x")
+    eventually(server.deeds, contains("get schedexts"))
+    silence.clear()
+    seen = world.operator.schedexts
+    eventually(lambda: seen.get((world.ns, "x"))["metadata"], contains("deletionTimestamp"))
+    assert not world.made()
+
+
 def test_an_orphan_is_not_adopted_if_the_watch_missed_the_deletion_of_its_schedext(world, server):
     world.deploy()
     silence = cut_off(server, "schedexts")
@@ -4880,6 +4896,15 @@ def test_a_leader_that_stops_renewing_writes_nothing_more(
     eventually(lambda: ended.called)
     assert ended.call_args == mocker.call(1)
     assert images(server) == {"in-time": RUSTY}
+
+
+def test_a_leader_whose_lease_is_taken_exits(server, replica):
+    leader = replica("sked-system")
+    eventually(lambda: leading([leader]))
+    server.patch("leases", "sked-system", LEASE, {"spec": {"holderIdentity": "another"}})
+    assert leader.process.wait(60) == 1
+    assert "another replica may lead now" in leader.lines[-1]
+    assert lease(server)["holderIdentity"] == "another"
 
 
 @pytest.mark.parametrize("year", [2001, 2099])
@@ -5172,6 +5197,7 @@ def test_a_refused_token_is_told_to_log_in_again(server, tmp_path):
     HTTP/2: [--enable-http2=true, metrics_secure, true]
     no metrics by default: [--leader-elect, metrics_bind_address, "0"]
     health by default: ["--metrics-bind-address=:9", health_probe_bind_address, ":8081"]
+    the last port: ["--metrics-bind-address=:65535", metrics_bind_address, ":65535"]
     """),
 )
 def test_flags_mean_the_same_as_in_the_go_operator(flag, name, value):
@@ -5186,7 +5212,7 @@ def test_flags_mean_the_same_as_in_the_go_operator(flag, name, value):
     level: [--log-level=loud, "--log-level: 'loud' is not debug, info, warning or error"]
     address: [--metrics-bind-address=x, "'x' is neither an address like :8081 nor 0"]
     no number: ["--health-probe-bind-address=:http", "':http' is neither an address like"]
-    port: ["--health-probe-bind-address=:70000", "':70000' is neither an address like"]
+    port: ["--health-probe-bind-address=:65536", "':65536' is neither an address like"]
     """),
 )
 def test_unsupported_flags_are_refused_with_a_reason(capsys, flag, words):
@@ -5981,9 +6007,9 @@ def interrupt(*_: object) -> None:
 
 def main() -> int:
     argparse.ArgumentParser(description="Shows sked at work; pytest runs the tests.").parse_args()
-    for sent in ENDS:
-        signal.signal(sent, interrupt)
     try:
+        for sent in ENDS:
+            signal.signal(sent, interrupt)
         with ApiServer() as server:
             demonstrate(server)
     except KeyboardInterrupt:
