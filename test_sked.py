@@ -5822,7 +5822,7 @@ def test_the_demo_shows_every_act_in_lines_that_fit_a_terminal(world, server, ku
     for name in NODES_OF_THE_DEMO:
         kubelets.add_node(name)
     world.start()
-    Demo(server, kubelets, words_per_second=math.inf).run()
+    Demo(server, words_per_second=math.inf).run()
     shown = capsys.readouterr().out
     assert [line for line in shown.splitlines() if len(line) > 100] == []
     assert "\033" not in shown
@@ -5877,9 +5877,8 @@ COLOURS = {"AllReady": 32, "Suspended": 32, "RollingOut": 33}  # red: all others
 class Demo:
     """Shows sked at work, act by act: what is done, what sked does, and why it matters."""
 
-    def __init__(self, server: ApiServer, kubelets: Kubelets, words_per_second: float) -> None:
+    def __init__(self, server: ApiServer, words_per_second: float) -> None:
         self.server = server
-        self.kubelets = kubelets
         self.words_per_second = words_per_second  # how fast people read
 
     def show(self, text: str = "", colour: int = 0) -> None:
@@ -6036,7 +6035,7 @@ def demonstrate(server: ApiServer) -> None:
         kubelets.add_node(name)
     operator = sked.Operator(connect(server.kubeconfig("sked")))
     threading.Thread(target=operator.run, daemon=True).start()
-    demo = Demo(server, kubelets, words_per_second=5.0)
+    demo = Demo(server, words_per_second=5.0)
     demo.show("sked in six acts, with an API server and three nodes that this file plays.")
     demo.show(f"A pod is ready when it has stayed up for 10 s: here, for {DEMO_SECONDS} s.")
     try:
