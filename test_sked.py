@@ -150,8 +150,9 @@ def contains(words: str) -> Callable[[Any], bool]:
     return lambda seen: words in seen
 
 
-def at_least(number: float) -> Callable[[float], bool]:
-    return lambda seen: seen >= number
+def at_least(least: Any) -> Callable[[Any], bool]:
+    """Judges numbers, or sets: at least these."""
+    return lambda seen: seen >= least
 
 
 @functools.cache  # YAML is slow to parse
@@ -5667,7 +5668,8 @@ def test_every_schedext_in_the_readme_passes_the_schema_and_makes_a_daemonset(ob
     wrong: list[str] = []
     check(SCHEMA, obj, "", wrong, wrong)
     assert wrong == []
-    assert sked.build_daemonset(obj, EXAMPLES)
+    made = sked.build_daemonset(obj, EXAMPLES)
+    assert pod_spec(made)["containers"][0]["image"] == obj["spec"]["sched"]
 
 
 def test_sked_logs_in_every_way_without_what_the_image_leaves_out(tmp_path):
