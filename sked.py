@@ -1,32 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run sched_ext schedulers on Kubernetes nodes: one SchedExt in, one DaemonSet out.
 
-    API server --watch--> Reflector --key--> WorkQueue --> worker --> reconcile
-    reconcile: what we want -> create or patch the DaemonSet -> build_status -> patch the status
+    observed: a SchedExt, its DaemonSet and pods, and the SchedExts that it yields to
+        plan                     the DaemonSet to write, or None if it is as it should be
+        summarize, build_status  the status that goes with it
+    watch -> queue -> reconcile: plan and write; if there is nothing to write, the status
 
 A Go operator's reconcile takes 60 lines, because controller-runtime supplies the rest. This file is
-both. The operator is in the sections pods, reconcile, what sked remembers, the DaemonSet, what
-differs, placement, status. The library's share is in the others: the API server, watching, the
-queue, the lease, health and metrics, the command line.
+both. First comes the operator, as pure functions: who runs on a node, the DaemonSet, pods, the
+stamp and the plan, the status. Then its shell, the library's share: the API server, watching, the
+queue, reconcile, the lease, health and metrics, the command line.
 
-Why not the kubernetes package's informer and leader election? Its informer fails on custom
-resources and does not say when it is filled, and its leader election goes by the wall clock and
-never releases the lease. Its typed API classes cost up to 27 MiB and drop fields that they do not
-know, so only its configuration, its connection pool and two helpers are used.
+Of the kubernetes package sked uses the credentials and the HTTP client. Its informer fails on
+custom resources and does not say when it is filled, its leader election goes by the wall clock and
+never releases the lease, and its typed API classes cost up to 27 MiB and drop unknown fields.
 
 Why not server-side apply? It cannot say that a field must be absent: a command, hostPID or a
-container that another client adds to a privileged pod would stay. So sked compares and removes it.
+container that another client adds to the DaemonSet would stay. Here they are removed. Other fields
+that no SchedExt sets (initContainers, hostNetwork, lifecycle hooks, ...) are left alone.
 
-Throughout this file:
-    schedext   a SchedExt, as the plain dict that the API returns
-    daemonset  a DaemonSet, likewise
-    pod        the few facts that sked keeps about a scheduler's pod
-    key        (namespace, name) of a SchedExt, and so of its DaemonSet
-    selector   the pairs of a nodeSelector, as a set. A superset of another one is more specific,
-               and wins the nodes that both select
-    placement  a DaemonSet's nodeSelector and node affinity: which nodes it runs on
-    parked     a DaemonSet whose last change affected only its placement. Its strategy is OnDelete
-               until another change, so that the pods on the nodes it keeps do not restart
+Words used throughout, with examples:
+    key         namespace and name of a SchedExt, and so of its DaemonSet: ("tools", "scx-rusty")
+    selector    the nodeSelector of a SchedExt: {"pool": "latency"}
+    winner      of two SchedExts that may meet on a node, the one that runs there; the other yields
+    placement   which nodes a DaemonSet runs on: its nodeSelector and node affinity
+    wish        a hash of the DaemonSet that we want, which build_daemonset makes
+    stamp       an annotation with what we must know about our last write of the DaemonSet:
+                {"wish": "5f0c...", "runs": "91be...", "parked": false, "generation": 4}
+    parked      a DaemonSet with the strategy OnDelete, because only its placement has changed:
+                pods on the nodes that it keeps need not restart
 
 Three rules keep it simple:
     Only keys travel through the queue. reconcile reads the caches and never asks what woke it.
@@ -38,6 +40,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import copy
 import functools
 import gc
 import hashlib
@@ -61,82 +64,53 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from datetime import datetime, timezone
-from math import ceil, inf
+from math import inf
 from time import monotonic
 from typing import Any, NamedTuple
-from urllib.parse import urlencode, urlsplit
 
-import urllib3
-import yaml
-from kubernetes import config as kubeconfig
-from kubernetes.client import Configuration
-from kubernetes.client.rest import RESTClientObject
-from kubernetes.utils.keepalive import tcp_keepalive_socket_options
-from kubernetes.utils.quantity import parse_quantity
-from urllib3.exceptions import HTTPError, SSLError
+try:
+    import urllib3
+    import yaml
+    from kubernetes import config as kubeconfig
+    from kubernetes.client import ApiClient, ApiException, Configuration
+    from kubernetes.config.kube_config import KubeConfigLoader, KubeConfigMerger
+    from kubernetes.utils.keepalive import tcp_keepalive_socket_options
+except ImportError as error:
+    if __name__ != "__main__":
+        raise
+    sys.exit(f"sked: {error}: install what it needs with 'pip install -r requirements.txt'")
 
-__version__ = "1.3.0"
+__version__ = "1.4.0"
 
 Key = tuple[str, str]
-Selector = frozenset  # of pairs
 
+API_VERSION = "sked.schedkit.io/v1"
+OURS = {"managed-by": "sked-controller"}  # the label of every DaemonSet and pod that sked makes
+FIELD_MANAGER = "sked"  # our name in managedFields: the API server takes it from the User-Agent
 GATHER_SECONDS = 1.0  # changes are batched for this long before a status is written
-BLOCKED_SECONDS = 60.0  # how soon we look again at what only someone else can fix
+BLOCKED_SECONDS = 60.0  # how soon sked looks again at what only someone else can fix
 
 log = logging.getLogger("sked")
 
 
-def backoff(failures: int, most: float) -> float:
-    """Seconds to wait after this many failures in a row: about 1, 2, 4, ..."""
-    doublings = min(failures - 1, 20)
-    return min(most, 2.0**doublings) * random.uniform(0.75, 1.0)
+class InvalidSpec(ValueError):
+    """A SchedExt that cannot become a DaemonSet, and why."""
 
 
-def timestamp(style: str = "%Y-%m-%dT%H:%M:%SZ") -> str:
-    """Now, as the API writes it."""
-    return datetime.now(timezone.utc).strftime(style)
+class Blocked(Exception):
+    """Why the DaemonSet cannot be written, or not yet: reason and message for the status.
+
+    Without a reason, the status is as usual.
+    """
+
+    def __init__(self, reason: str, message: str, look_again: float = BLOCKED_SECONDS) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.look_again = look_again  # after this many seconds
 
 
-def unix_time(stamp: str) -> float:
-    """A timestamp of the API, in seconds."""
-    return datetime.fromisoformat(stamp.replace("Z", "+00:00")).timestamp()
-
-
-def key_of(obj: dict) -> Key:
-    return obj["metadata"]["namespace"], obj["metadata"]["name"]
-
-
-def controller_of(obj: dict) -> dict:
-    owners = obj["metadata"].get("ownerReferences") or ()
-    return next((owner for owner in owners if owner.get("controller")), {})
-
-
-def spawn(run: Callable, name: str) -> threading.Thread:
-    thread = threading.Thread(target=run, name=name, daemon=True)
-    thread.start()
-    return thread
-
-
-# ---------------------------------------------------------------- the API server
-
-SCHEDEXTS = "/apis/sked.schedkit.io/v1{}/schedexts"
-DAEMONSETS = "/apis/apps/v1{}/daemonsets"
-PODS = "/api/v1{}/pods"
-EVENTS = "/api/v1{}/events"
-LEASES = "/apis/coordination.k8s.io/v1{}/leases"
-
-CONNECT_SECONDS = 10.0
-REQUEST_SECONDS = 30.0  # for everything but a watch
-WATCH_SECONDS = 240  # after this the API server ends a watch
-RECONNECT_SECONDS = 8.0  # the longest wait between attempts to reach an API server that is down
-FIELD_MANAGER = "sked"  # our name in managedFields: the API server takes it from the User-Agent
-HEADER_SECONDS = 1.0  # credentials are kept for this long: the package is slow to read them
-POOL_CONNECTIONS = 12  # more than the threads that usually talk to the API server
-
-
-def path_to(resource: str, namespace: str, *names: str) -> str:
-    scope = f"/namespaces/{namespace}" if namespace else ""
-    return "/".join([resource.format(scope), *names])
+class SchedExtGone(Exception):
+    """The SchedExt in the cache no longer exists."""
 
 
 class ApiError(Exception):
@@ -151,1118 +125,159 @@ class ApiError(Exception):
         return self.status in (0, 502, 503, 504)
 
 
-SETUP_OR_NETWORK_ERRORS = (
-    HTTPError,
-    OSError,
-    ValueError,
-    yaml.YAMLError,
-    kubeconfig.ConfigException,
-)
+def key_of(obj: dict) -> Key:
+    return obj["metadata"]["namespace"], obj["metadata"]["name"]
 
 
-class Api:
-    """Plain dicts to and from the API server; whatever goes wrong is an ApiError."""
+def controller_of(obj: dict) -> dict:
+    """The owner reference of an object's controller, or {}."""
+    owners = obj["metadata"].get("ownerReferences") or ()
+    return next((owner for owner in owners if owner.get("controller")), {})
 
-    def __init__(self, configure: Callable) -> None:
-        self.configure = configure
-        self.lock = threading.Lock()
-        self.connect()
 
-    def connect(self) -> None:
-        """Read the configuration, and forget all connections and credentials."""
-        self.configuration = self.configure()
-        self.configuration.connection_pool_maxsize = POOL_CONNECTIONS
-        self.configuration.socket_options = tcp_keepalive_socket_options(30, 10, 3)
-        manager = RESTClientObject(self.configuration).pool_manager
-        manager.connection_pool_kw["ssl_context"] = client_tls(self.configuration)
-        for option in ("ca_certs", "ca_cert_data", "cert_file", "key_file"):
-            manager.connection_pool_kw.pop(option, None)  # else each connection loads them again
-        self.host = self.configuration.host.rstrip("/")
-        # The manager would look up the host's connections again for every request.
-        self.pool = manager.connection_from_url(self.host)
-        is_plain_proxy = self.pool.proxy and self.host.startswith("http:")
-        # Every path starts with this. A proxy for plain HTTP needs the whole URL.
-        self.prefix = self.host if is_plain_proxy else urlsplit(self.host).path
-        self.header_read_at = -inf
-        # True once our credentials or certificates are out of date. This line is the last one: if
-        # another fails, the next request connects again.
-        self.must_connect = False
+def timestamp(style: str = "%Y-%m-%dT%H:%M:%SZ") -> str:
+    """Now, as the API writes it."""
+    return datetime.now(timezone.utc).strftime(style)
 
-    def authorization(self) -> dict:
-        """The header that says who we are. It may change: a file or a plugin renews the token."""
-        with self.lock:
-            if self.must_connect:
-                self.connect()
-            if monotonic() > self.header_read_at + HEADER_SECONDS:
-                self.header = self.read_header()
-                self.header_read_at = monotonic()
-            return self.header
 
-    def read_header(self) -> dict:
-        setting = self.configuration.auth_settings().get("BearerToken")
-        if setting and setting["value"]:
-            return {"Authorization": setting["value"]}
-        if self.host.startswith("https:") and not self.configuration.cert_file:
-            self.must_connect = True
-            raise ValueError("the kubeconfig gives no credentials: its plugin may be failing")
+def unix_time(text: str) -> float:
+    """A timestamp of the API, in seconds."""
+    return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
+
+
+def backoff(failures: int, most: float) -> float:
+    """Seconds to wait after this many failures in a row: about 1, 2, 4, ..."""
+    doublings = min(failures - 1, 20)
+    return min(most, 2.0**doublings) * random.uniform(0.75, 1.0)
+
+
+# ---------------------------------------------------------------- who runs on a node
+
+SUSPENDED = "sked.schedkit.io/suspended"  # a label that no node has, so nothing runs anywhere
+MAX_TERMS = 100  # of a node affinity
+
+Pairs = frozenset  # some of the (label, value) pairs of a selector
+
+
+def selector_of(schedext: dict) -> dict:
+    """Empty if nodeSelector is not a map, which a lax CRD may allow."""
+    try:
+        selector = schedext["spec"]["nodeSelector"]
+    except (KeyError, TypeError):
         return {}
+    return selector if isinstance(selector, dict) else {}
 
-    def get(self, path: str, timeout: float | None = None) -> dict | None:
-        """An object, or None if it does not exist."""
-        try:
-            return self.request("GET", path, timeout=timeout)
-        except ApiError as error:
-            if error.status == 404:
-                return None
-            raise
 
-    def request(
-        self,
-        method: str,
-        path: str,
-        body: dict | None = None,
-        timeout: float | None = None,
-        **query: Any,
-    ) -> dict:
-        """The JSON that the API server answers. The timeout is REQUEST_SECONDS by default."""
-        with self.open(method, path, body, timeout or REQUEST_SECONDS, query) as response:
-            return json.loads(response.data)
+def pairs_of(schedext: dict) -> Pairs:
+    return Pairs((str(label), str(value)) for label, value in selector_of(schedext).items())
 
-    def watch(self, path: str, **query: Any) -> Iterator[dict]:
-        """The events of a watch. The first one is empty and says that the watch is open.
 
-        Errors in here become an ApiError; errors in the caller's loop do not.
-        """
-        query |= {"watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": WATCH_SECONDS}
-        with self.open("GET", path, None, WATCH_SECONDS + REQUEST_SECONDS, query) as response:
-            yield {}
-            for line in response:
-                yield json.loads(line)
+def name_of(schedext: dict) -> tuple[str, str]:
+    """Namespace and name, as far as a manifest has them."""
+    meta = schedext.get("metadata") or {}
+    return str(meta.get("namespace") or ""), str(meta.get("name") or "")
 
-    @contextmanager
-    def open(
-        self, method: str, path: str, body: dict | None, timeout: float, query: dict
-    ) -> Iterator[urllib3.BaseHTTPResponse]:
-        """The response to a successful request. An error while reading it is an ApiError, too."""
-        kind = "merge-patch+json" if method == "PATCH" else "json"
-        headers = {
-            "Content-Type": f"application/{kind}",
-            "User-Agent": f"{FIELD_MANAGER}/{__version__}",
-        }
-        try:
-            headers |= self.authorization()  # first: it may replace the pool
-            response = self.pool.urlopen(
-                method,
-                f"{self.prefix}{path}?{urlencode(query)}",
-                body=json.dumps(body) if body else None,
-                headers=headers,
-                retries=False,
-                assert_same_host=False,
-                timeout=urllib3.Timeout(connect=CONNECT_SECONDS, total=timeout),
-                preload_content=False,
+
+def precedence(schedext: dict) -> tuple:
+    """Sorts the winner first: more pairs, then the older one, then by namespace and name."""
+    meta = schedext.get("metadata") or {}
+    created = meta.get("creationTimestamp") or "not yet"  # sorts after every timestamp
+    return -len(selector_of(schedext)), str(created), name_of(schedext)
+
+
+def yields(schedext: dict, other: dict) -> bool:
+    """Whether a SchedExt leaves the nodes that both select to the other one."""
+    theirs = selector_of(other)
+    for label, value in selector_of(schedext).items():
+        if theirs.get(label, value) != value:
+            return False  # no node has both values
+    if name_of(schedext) == name_of(other):
+        return False  # it is the same one, perhaps another version
+    return precedence(other) < precedence(schedext)
+
+
+def twin_of(schedext: dict, winners: Iterable[dict]) -> dict | None:
+    """The first winner that selects exactly the same nodes: then no node is left."""
+    mine = pairs_of(schedext)
+    twins = [winner for winner in winners if pairs_of(winner) == mine]
+    return min(twins, key=precedence, default=None)
+
+
+def placement(schedext: dict, winners: list[dict]) -> dict:
+    """The nodeSelector and affinity of a SchedExt's pods."""
+    selector = dict(selector_of(schedext))
+    if schedext["spec"].get("suspend") or twin_of(schedext, winners):
+        selector[SUSPENDED] = "true"
+    return {"nodeSelector": selector, "affinity": affinity(pairs_of(schedext), winners)}
+
+
+def affinity(mine: Pairs, winners: list[dict]) -> dict | None:
+    """What keeps pods off the nodes of the winners, suspended ones included.
+
+    A node is not a winner's if it lacks one of the winner's extra pairs. So there is a term (terms
+    are ORed) for each way to pick one extra pair of every winner.
+    """
+    extras = {pairs_of(winner) - mine for winner in winners} - {Pairs()}
+    if not extras:
+        return None
+    terms = {Pairs()}
+    # the shortest first, so that there are few terms on the way
+    for extra in sorted(extras, key=lambda pairs: (len(pairs), sorted(pairs))):
+        done = {term for term in terms if term & extra}  # they pick one of these pairs already
+        terms = done | {term | {pair} for term in terms - done for pair in extra}
+        if len(terms) > MAX_TERMS:
+            raise InvalidSpec(
+                "too many node pools: yielding to the SchedExts that win takes more than "
+                f"{MAX_TERMS} affinity terms, so the DaemonSet is not written; use one label with "
+                "a different value for each pool"
             )
-            METRICS.requested(method, response.status)
-            with closing(response):
-                if response.status >= 300:
-                    raise self.refusal(response)
-                yield response
-        except SETUP_OR_NETWORK_ERRORS as error:
-            METRICS.requested(method, 0)
-            if isinstance(error, SSLError):
-                self.must_connect = True
-            # without the details that vary, so that the same fault is logged once
-            cause = str(error).partition(". (")[0]
-            raise ApiError(0, f"cannot talk to the API server: {cause}") from error
-
-    def refusal(self, response: urllib3.BaseHTTPResponse) -> ApiError:
-        if response.status == 401:
-            self.must_connect = True
-        text = response.data.decode(errors="replace")
-        with suppress(ValueError, KeyError, TypeError):
-            text = json.loads(text)["message"]
-        if response.status == 401:
-            text += ": the token or certificate is wrong or has expired; log in again"
-        return ApiError(response.status, text or f"HTTP status {response.status}")
-
-
-def client_tls(configuration: Configuration) -> ssl.SSLContext:
-    """One context for all connections. urllib3 would load the certificates again for each of them,
-    and Python crashes when several threads do that at once."""
-    context = ssl.create_default_context(cafile=configuration.ssl_ca_cert)
-    context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # it refuses some hosted clusters
-    if not configuration.verify_ssl:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    if configuration.cert_file:
-        context.load_cert_chain(configuration.cert_file, configuration.key_file)
-    return context
-
-
-# ---------------------------------------------------------------- watching
-
-OURS = {"managed-by": "sked-controller"}  # the label of every DaemonSet and pod that sked makes
-PAGE_ITEMS = 100  # in each page of a list
-
-
-class Reflector(dict):
-    """A cache of one resource, by key, that follows the API server.
-
-    Each subclass has a RESOURCE and a method changed(old, new), which queues the keys that a change
-    concerns. None stands for an object that does not exist.
-    """
-
-    QUERY = {"labelSelector": "managed-by=sked-controller"}
-
-    def __init__(self, operator: Operator, namespace: str) -> None:
-        self.operator = operator
-        self.path = path_to(self.RESOURCE, namespace)
-        self.name = self.path.rpartition("/")[2]
-        self.groups = defaultdict(dict)  # by group, then by key
-        self.filled = threading.Event()
-
-    def keep(self, obj: dict) -> Any:
-        """What the cache keeps of an object."""
-        obj["metadata"].pop("managedFields", None)
-        obj = with_shared_names(obj)
-        obj.pop("apiVersion", None)  # a watch has these two, a list does not, and we know them
-        obj.pop("kind", None)
-        for part in ("spec", "status"):
-            if not isinstance(obj.get(part), dict):  # a lax CRD may allow anything
-                obj[part] = {}
-        return obj
-
-    def group_of(self, item: Any) -> Any:
-        """The group in which an item can be found, too."""
-        return ""
-
-    def select(self, group: Any) -> list:
-        return list(self.groups.get(group, {}).values())
-
-    def run(self) -> None:
-        version = ""
-        short_watches = 0  # in a row
-        while not self.operator.stop.is_set():
-            started = monotonic()
-            try:
-                version = self.follow(version or self.fill())
-            except ApiError as error:
-                version = ""  # list again
-                if error.status not in (404, 410):  # these are no fault: the next list will tell
-                    self.operator.fault(self.name, str(error))
-            except Exception:
-                version = ""
-                log.exception("%s: unexpected error in the watch loop", self.name)
-            if monotonic() > started + RECONNECT_SECONDS:
-                short_watches = 0
-                continue
-            # A watch that did not last counts as a failure: some proxies end each watch at once.
-            short_watches += 1
-            self.operator.stop.wait(backoff(short_watches, RECONNECT_SECONDS))
-
-    def fill(self) -> str:
-        """List everything into the cache. Returns the version to watch from."""
-        items = {}
-        query = self.QUERY | {"limit": PAGE_ITEMS}
-        more = True
-        while more:
-            self.operator.beat()
-            try:
-                page = self.operator.api.request("GET", self.path, **query)
-            except ApiError as error:
-                if error.status != 404:
-                    raise
-                self.store({key: None for key in self})  # without the CRD there are no SchedExts
-                raise ApiError(
-                    0,
-                    f"the API server has no {self.name}: "
-                    "install the CRD with 'kubectl apply -f install.yaml'",
-                ) from None
-            for obj in page.get("items") or ():
-                items[key_of(obj)] = self.keep(obj)
-            more = query["continue"] = page["metadata"].get("continue")
-        deleted = {key: None for key in self.keys() - items.keys()}
-        self.store(items | deleted)
-        self.filled.set()
-        return page["metadata"]["resourceVersion"]
-
-    def follow(self, version: str) -> str:
-        """Watch from a version on. Returns the last version seen.
-
-        Empty, which makes run list again, if not even a bookmark came: that is how some servers
-        answer a version from before they were restored from a backup.
-        """
-        last = ""
-        for event in self.operator.api.watch(self.path, **self.QUERY, resourceVersion=version):
-            self.operator.beat()
-            if event:
-                last = self.handle(event)
-            else:  # the watch is open
-                self.operator.recovered(self.name)
-        return last
-
-    def handle(self, event: dict) -> str:
-        """Apply one event of a watch. Returns its version."""
-        kind, obj = event["type"], event["object"]
-        if kind == "ERROR":
-            raise ApiError(obj["code"], obj["message"])
-        if kind != "BOOKMARK":
-            self.store({key_of(obj): None if kind == "DELETED" else self.keep(obj)})
-        return obj["metadata"]["resourceVersion"]
-
-    def store(self, items: dict) -> None:
-        """Keep all of them (None: deleted), then queue what changed."""
-        changes = [(key, self.get(key), item) for key, item in items.items()]
-        for change in changes:
-            self.put(*change)
-        for _, old, new in changes:
-            if old != new:
-                self.changed(old, new)
-
-    def put(self, key: Key, old: Any, new: Any) -> None:
-        """Add before removing, so that a reader always finds the old item or the new one."""
-        if new:
-            self[key] = self.groups[self.group_of(new)][key] = new
-        else:
-            self.pop(key, None)
-        if old and not (new and self.group_of(old) == self.group_of(new)):
-            former = self.groups[self.group_of(old)]
-            del former[key]
-            if not former:
-                del self.groups[self.group_of(old)]
-
-
-class SchedExts(Reflector):
-    RESOURCE = SCHEDEXTS
-    QUERY = {}
-
-    def group_of(self, schedext: dict) -> Selector:
-        return selector_of(schedext)
-
-    def changed(self, old: dict | None, new: dict | None) -> None:
-        """Queue the SchedExt and, if its selector is new or gone, those that yield to it."""
-        self.operator.queue.add(key_of(new or old))
-        selectors = {selector_of(item) for item in (old, new) if item}
-        if (old and new and len(selectors) == 1) or not self.filled.is_set():
-            return  # nobody else is concerned, or the first list queues everybody
-        # The losers leave a new winner's nodes at once, so that it finds the kernel free. They wait
-        # a moment before they return to the nodes of a deleted one: its pods may end by then.
-        delay = 0.0 if new else GATHER_SECONDS
-        for loser in list(self.groups):
-            if any(loser < selector for selector in selectors):
-                for schedext in self.select(loser):
-                    self.operator.queue.add(key_of(schedext), delay)
-
-
-class DaemonSets(Reflector):
-    RESOURCE = DAEMONSETS
-
-    def keep(self, obj: dict) -> dict:
-        """The object with the name of its last editor, but without managedFields."""
-        editor = last_editor(obj["metadata"].get("managedFields") or ())
-        return super().keep(obj) | {"lastEditor": editor}
-
-    def changed(self, old: dict | None, new: dict | None) -> None:
-        """Queue its SchedExt: at once after an edit, to undo it soon. Everything else can wait,
-        deletion included: the SchedExt may be gone as well, and its watch may not have said so."""
-        is_edit = bool(old and new) and old["spec"] != new["spec"]
-        self.operator.queue.add(key_of(new or old), 0.0 if is_edit else GATHER_SECONDS)
-
-
-def with_shared_names(value: Any) -> Any:
-    """A copy in which each name of a field is in memory once: every event brings its own strings.
-
-    With thousands of SchedExts, this saves a quarter of what the caches take.
-    """
-    if isinstance(value, dict):
-        return {sys.intern(name): with_shared_names(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [with_shared_names(item) for item in value]
-    return value
-
-
-def last_editor(managed_fields: Iterable[dict]) -> str:
-    """Who last changed an object, apart from sked and the writers of its status; may be empty."""
-    edits = [
-        (entry.get("time", ""), entry["manager"])
-        for entry in managed_fields
-        if entry.get("manager") not in (None, FIELD_MANAGER) and not entry.get("subresource")
-    ]
-    return max(edits, default=("", ""))[1]
-
-
-# ---------------------------------------------------------------- pods
-
-SCX, PROBE = "scx", "probe"  # the containers that sked puts into a pod
-CRASHED = "CrashLoopBackOff"  # also used for a container that crashed and is running again
-# How long a pod must stay up before it counts as ready: one that cannot attach looks ready for two
-# seconds at every try.
-SETTLE_SECONDS = 10.0
-CANNOT_RUN = (126, 127, 128)  # exit codes: the shell or the container runtime found no program
-
-Problem = tuple[str, str]  # reason and message, two empty strings if there is none
-
-
-class Pod(NamedTuple):
-    """What sked keeps of a pod. If two are equal, nothing has changed that sked cares about."""
-
-    key: Key  # of its DaemonSet, and so of its SchedExt
-    daemonset_uid: str
-    name: str
-    node: str
-    revision: str  # of the template that it was made from
-    template_generation: str  # of the DaemonSet when it was made
-    started: str  # when its containers started, by the node's clock; empty unless all of them run
-    is_up: bool  # all of sked's containers are running and ready
-    since: float  # when it came up, by monotonic(); infinite until it does
-    reason: str  # of its last failure, even if it is up again
-    message: str
-
-    def settles_in(self, now: float, settle: float) -> float:
-        """Seconds until it has been up for long enough; infinite until it comes up."""
-        return self.since + settle - now
-
-    def fails(self, now: float, settle: float) -> bool:
-        """After a failure it fails until it settles, so a crash loop is one steady failure."""
-        return bool(self.reason) and self.settles_in(now, settle) > 0
-
-
-class Pods(Reflector):
-    RESOURCE = PODS
-
-    def keep(self, obj: dict) -> Pod | None:
-        """None if the pod is on its way out: it may run for a while, but no longer counts."""
-        if "deletionTimestamp" in obj["metadata"]:
-            return None
-        old = self.get(key_of(obj))
-        try:
-            return read_pod(obj, old)
-        except Exception:  # a pod that we cannot read must not stop the others
-            log.exception("%s/%s: unexpected error in reading this pod", *key_of(obj))
-            return old
-
-    def group_of(self, pod: Pod) -> str:
-        return pod.daemonset_uid
-
-    def changed(self, old: Pod | None, new: Pod | None) -> None:
-        self.operator.queue.add((new or old).key, GATHER_SECONDS)
-
-
-def read_pod(obj: dict, old: Pod | None) -> Pod:
-    """The facts about a pod, given what we knew of it before."""
-    meta, spec, status = obj["metadata"], obj["spec"], obj["status"]
-    owner = controller_of(obj)
-    statuses = status.get("containerStatuses", ())
-    ours = {c["name"]: c for c in statuses if c["name"] in (SCX, PROBE)}
-    starts = [c["state"].get("running", {}).get("startedAt") for c in ours.values()]
-    started = max(starts) if starts and all(starts) else ""
-    is_up = bool(started) and all(c["ready"] for c in ours.values())
-    reason, message = pod_problem(meta, status, ours)
-    return Pod(
-        key=(meta["namespace"], owner.get("name", "")),
-        daemonset_uid=owner.get("uid", ""),
-        name=meta["name"],
-        node=spec.get("nodeName") or target_node(spec),
-        revision=meta["labels"].get("controller-revision-hash", ""),
-        template_generation=meta["labels"].get("pod-template-generation", ""),
-        started=started,
-        is_up=is_up,
-        since=up_since(started, is_up, old),
-        reason=reason,
-        message=message,
-    )
-
-
-def up_since(started: str, is_up: bool, old: Pod | None) -> float:
-    """When a pod came up, by monotonic(); infinite if these containers never did."""
-    if old and old.started == started and old.since < inf:
-        # Also if it is unready for a moment, as it is when the kubelet restarts.
-        return old.since
-    if not is_up:
-        return inf
-    if old:
-        # We saw it come up, and the node's clock may be wrong.
-        return monotonic()
-    # It was up before we looked: a restart of sked changes nothing.
-    return monotonic() - max(0.0, time.time() - unix_time(started))
-
-
-def target_node(spec: dict) -> str:
-    """The node that a DaemonSet's pod is meant for before it is bound."""
-    with suppress(KeyError, IndexError):
-        rules = spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
-        return rules["nodeSelectorTerms"][0]["matchFields"][0]["values"][0]
-    return ""
-
-
-def pod_problem(meta: dict, status: dict, containers: dict) -> Problem:
-    """What is wrong with a pod, or was before its containers restarted."""
-    if status.get("reason"):  # it was evicted, for instance
-        return status["reason"], status.get("message", "")
-    for state in status.get("conditions") or ():
-        if state.get("reason") == "Unschedulable":
-            return "Unschedulable", state.get("message", "")
-    logs = f"kubectl logs -n {meta['namespace']} {meta['name']}"
-    scx, probe = containers.get(SCX, {}), containers.get(PROBE, {})
-    reason, message = container_problem(scx, logs)
-    if reason and not had_settled(scx, probe):
-        return reason, message
-    return probe_problem(probe, logs)
-
-
-def container_problem(container: dict, logs: str) -> Problem:
-    waiting = container.get("state", {}).get("waiting", {})
-    died = last_end(container)
-    restarts = container.get("restartCount", 0)
-    reason = waiting.get("reason", CRASHED if died or restarts else "")
-    if reason in ("ContainerCreating", "PodInitializing"):
-        return "", ""
-    if reason != CRASHED:
-        return reason, waiting.get("message", "")
-    message = f"exit code {died.get('exitCode', 'unknown')}"
-    if died.get("reason", "Error") != "Error":
-        message += f" ({died['reason']})"
-    message += f", {restarts} restart{'' if restarts == 1 else 's'}"
-    if words := last_words(died):
-        message += f": {words}"
-    return CRASHED, f"{message}; see '{logs}{' --previous' if restarts else ''}'"
-
-
-def probe_problem(probe: dict, logs: str) -> Problem:
-    """The probe ends when no scheduler is attached, unless it could not run at all."""
-    reason, message = container_problem(probe, f"{logs} -c {PROBE}")
-    died = last_end(probe)
-    if reason == CRASHED and died.get("exitCode") not in CANNOT_RUN:
-        return "NotAttached", f"{last_words(died) or 'no scheduler is attached'}; see '{logs}'"
-    if reason:
-        message = f"the probe does not run (its image needs sh and grep): {message}"
-    return reason, message
-
-
-def had_settled(scx: dict, probe: dict) -> bool:
-    """Whether scx had stayed up when the probe ended, so that an earlier crash does not matter."""
-    started = scx["state"].get("running", {}).get("startedAt")
-    ended = last_end(probe).get("finishedAt")  # null if the kubelet lost the container
-    if not started or not ended:
-        return False
-    return unix_time(ended) - unix_time(started) > SETTLE_SECONDS
-
-
-def last_end(container: dict) -> dict:
-    """How a container ended, if it ever did."""
-    states = container.get("lastState", {}) | container.get("state", {})
-    return states.get("terminated", {})
-
-
-def last_words(died: dict) -> str:
-    return " ".join(died.get("message", "").split())[-300:]
-
-
-# ---------------------------------------------------------------- the queue
-
-RETRY_SECONDS = 300.0  # the longest wait before retrying what fails, or what others keep undoing
-
-
-class WorkQueue:
-    """Keys to work on. A key is queued at most once, and only one worker has it at a time."""
-
-    def __init__(self) -> None:
-        self.due = {}  # when, by key
-        self.busy = set()
-        self.failures = Counter()  # in a row, by key
-        self.closed = False
-        self.condition = threading.Condition()
-
-    def add(self, key: Key, after: float = 0.0) -> None:
-        """Work on a key after this many seconds (inf: never), or sooner if it is due sooner."""
-        with self.condition:
-            when = monotonic() + after
-            if when < self.due.get(key, inf) and not self.closed:
-                self.due[key] = when
-                self.condition.notify()
-
-    def get(self, timeout: float) -> Key | None:
-        """A key that is due. If none is, wait for a change or the timeout, and return None."""
-        with self.condition:
-            now = monotonic()
-            wait = timeout
-            for key, when in self.due.items():
-                if key not in self.busy:
-                    if when <= now:
-                        del self.due[key]
-                        self.busy.add(key)
-                        self.condition.notify()  # wake another worker to wait for the next key
-                        return key
-                    wait = min(wait, when - now)
-            self.condition.wait(wait)
-            return None
-
-    def succeeded(self, key: Key, look_again: float) -> None:
-        self.failures.pop(key, None)
-        self.done(key, look_again)
-
-    def failed(self, key: Key, longest_wait: float) -> None:
-        """Work on the key again, later each time."""
-        self.failures[key] += 1
-        self.done(key, backoff(self.failures[key], longest_wait))
-
-    def done(self, key: Key, look_again: float) -> None:
-        with self.condition:
-            self.busy.remove(key)
-            self.add(key, look_again)
-            self.condition.notify()  # the key may be due again, or close() may be waiting
-
-    def attempts(self, key: Key) -> int:
-        """How often a key has failed in a row."""
-        return self.failures[key]
-
-    def depth(self) -> int:
-        """How many keys wait for a worker."""
-        with self.condition:
-            now = monotonic()
-            return sum(when <= now for when in self.due.values())
-
-    def close(self, timeout: float) -> bool:
-        """Hand out no more keys. Returns whether all work on them ends within the timeout."""
-        with self.condition:
-            self.closed = True
-            self.due.clear()
-            self.condition.notify_all()
-            return self.condition.wait_for(lambda: not self.busy, timeout)
-
-
-# ---------------------------------------------------------------- reconcile
-
-WORKERS = 4  # enough to hide the API server's latency
-STUCK_SECONDS = 360.0  # a thread that shows no sign of life for this long is stuck
-FINISH_SECONDS = 0.8  # for the work under way when we are told to stop
-EVENT_SECONDS = 0.9  # for sending an event, so that one that hangs does not delay the status
-PATIENCE = 4  # after more failures in a row than this, even what may pass is reported
-
-
-class Blocked(Exception):
-    """Why the DaemonSet cannot be written, or not yet: reason and message for the status."""
-
-    def __init__(self, reason: str, message: str, look_again: float | None = None) -> None:
-        super().__init__(message)
-        self.reason = reason
-        # after this many seconds
-        self.look_again = BLOCKED_SECONDS if look_again is None else look_again
-
-
-class SchedExtGone(Exception):
-    """The SchedExt in the cache no longer exists."""
-
-
-class Operator:
-    """The caches, the queue, and the work on one key."""
-
-    def __init__(self, api: Api, namespace: str = "", elector: Elector | None = None) -> None:
-        self.api = api
-        self.elector = elector
-        self.stop = threading.Event()
-        self.queue = WorkQueue()
-        self.histories = defaultdict(History)  # by key
-        self.beats = {}  # the last sign of life, by thread
-        self.faults = {}  # failures to reach the API server, by reflector or key
-        self.refusals = {}  # the last refusal that was logged, by key
-        self.lock = threading.Lock()
-        self.schedexts = SchedExts(self, namespace)
-        self.daemonsets = DaemonSets(self, namespace)
-        self.pods = Pods(self, namespace)
-        self.reflectors = (self.schedexts, self.daemonsets, self.pods)
-
-    def run(self) -> None:
-        """Work until stop is set."""
-        self.start()
-        self.stop.wait()
-        self.queue.close(FINISH_SECONDS)
-
-    def start(self) -> None:
-        for reflector in self.reflectors:
-            spawn(reflector.run, reflector.name)
-        for n in range(WORKERS):
-            spawn(self.work, f"worker-{n}")
-
-    def is_ready(self) -> bool:
-        return all(reflector.filled.is_set() for reflector in self.reflectors)
-
-    def leads(self) -> bool:
-        return not self.elector or self.elector.leads()
-
-    def beat(self) -> None:
-        """A sign of life of the thread that calls it."""
-        self.beats[threading.current_thread()] = monotonic()
-
-    def silent_threads(self) -> list:
-        oldest = monotonic() - STUCK_SECONDS
-        beats = self.beats.copy()
-        return sorted(t.name for t in beats if beats[t] < oldest or not t.is_alive())
-
-    def fault(self, who: str, message: str) -> None:
-        """Log why a reflector or a key cannot reach the API server, unless it is known already."""
-        with self.lock:
-            if message not in self.faults.values():
-                log.warning("%s; trying again", message)
-            self.faults[who] = message
-
-    def recovered(self, who: str) -> None:
-        """Note that a reflector or a key reaches the API server again, and log it once all do."""
-        with self.lock:
-            if self.faults.pop(who, None) and not self.faults:
-                log.info("the API server answers again")
-
-    def work(self) -> None:
-        while not self.is_ready() and not self.stop.is_set():
-            for reflector in self.reflectors:
-                reflector.filled.wait(1.0)
-        while not self.stop.is_set():
-            self.beat()
-            if key := self.queue.get(timeout=REQUEST_SECONDS):
-                self.process(key)
-
-    def process(self, key: Key) -> None:
-        """Reconcile a key and queue it again. All errors end here."""
-        started = monotonic()
-        who = "/".join(key)
-        result = "error"
-        try:
-            look_again = self.reconcile(key)
-        except ApiError as error:
-            if error.is_outage():  # logged once, however many keys it affects
-                self.fault(who, str(error))
-                self.queue.failed(key, RECONNECT_SECONDS)
-            else:
-                self.recovered(who)
-                if self.refused(key, error):
-                    result = "requeue"
-                self.queue.failed(key, RETRY_SECONDS)
-        except Exception:
-            log.exception("%s: unexpected error", who)
-            self.queue.failed(key, RETRY_SECONDS)
-        else:
-            result = "success"
-            self.recovered(who)
-            self.refusals.pop(key, None)
-            self.queue.succeeded(key, look_again)
-        METRICS.reconciled(result, monotonic() - started)
-
-    def refused(self, key: Key, error: ApiError) -> bool:
-        """Log a refusal, once. Returns whether it should pass, because only a cache was behind."""
-        is_cache_behind = error.status in (404, 409)
-        should_pass = is_cache_behind and self.queue.attempts(key) < PATIENCE
-        if not should_pass and self.refusals.get(key) != str(error):
-            self.refusals[key] = str(error)
-            log.warning("%s/%s: %s; trying again", *key, error)
-        return is_cache_behind
-
-    def reconcile(self, key: Key) -> float:
-        """Make the DaemonSet and the status of one SchedExt what they should be.
-
-        A pass writes the DaemonSet or the status, never both. Returns the seconds until another
-        look is due.
-        """
-        schedext = self.schedexts.get(key)
-        if not schedext or "deletionTimestamp" in schedext["metadata"]:
-            # There is no finalizer: the owner reference makes the garbage collector clean up.
-            if self.histories.pop(key, None):
-                log.info("%s/%s: deleted; the garbage collector will delete its DaemonSet", *key)
-            return inf
-        blocked = None
-        daemonset = self.daemonsets.get(key)  # what the status describes if apply raises
-        try:
-            daemonset, wrote = self.apply(key, schedext)
-            if wrote:
-                return GATHER_SECONDS  # the status follows when the controller has had a moment
-        except SchedExtGone:
-            return BLOCKED_SECONDS  # the watch will say so sooner
-        except Blocked as error:
-            blocked = error  # the status says why, and we look again
-        except InvalidSpec as error:
-            # Waiting does not mend it, but an edit does, or the end of a pool that it yields to.
-            blocked = Blocked("Rejected", str(error))
-        except ApiError as error:
-            # A refusal, or a fault that does not pass, belongs in the status. An outage ends by
-            # itself. A namespace that is being deleted refuses everything, and its SchedExts are
-            # about to go.
-            is_refusal = error.status in (400, 403, 422)
-            is_lasting = is_refusal or self.queue.attempts(key) > PATIENCE
-            if not is_lasting or error.is_outage() or "is being terminated" in str(error):
-                raise
-            blocked = Blocked("Rejected", f"cannot apply the DaemonSet: {str(error)[:1000]}")
-        view = self.look(key, schedext, daemonset or NO_DAEMONSET)
-        status = build_status(view, blocked, timestamp())
-        if status != schedext["status"]:
-            early = self.histories[key].status_due_in()
-            if early > 0:
-                return early  # so that a rollout does not write the status for every pod
-            self.write_status(key, schedext, status)
-        return max(GATHER_SECONDS, next_change_in(view, blocked))  # not at once: no busy loop
-
-    def apply(self, key: Key, schedext: dict) -> tuple[dict, bool]:
-        """The DaemonSet, and whether it has just been created or patched.
-
-        Raises Blocked if it must not be written now, InvalidSpec if there can be none, SchedExtGone
-        if the SchedExt no longer exists, and ApiError if the API server refuses or does not answer.
-        """
-        history = self.histories[key]
-        want = owned_fields(schedext, list(self.schedexts.groups))  # by selector
-        have = self.cached_or_fetched(key, schedext)
-        if have:
-            check_control(schedext, have)  # what is not ours is never touched
-        target, changes = as_wanted(have, want)
-        if have and changes:
-            # Pods that run what is wanted need not restart on the nodes that they keep.
-            pods = self.pods.select(have["metadata"]["uid"])
-            want = parked_if_possible(want, have, changes, pods, history)
-            target, changes = as_wanted(have, want)
-        is_drift = history.is_drift(want, have)  # if anything differs
-        if is_drift and history.is_untouched(have):
-            # The spec is as our own write left it, so admission made this of it: accepted.
-            target["spec"] = have["spec"]
-            changes = outside_spec(changes)
-        if not changes:
-            # Remembered although we wrote nothing, so that a later difference counts as an edit
-            # also after a restart of sked.
-            history.remember(want, have)
-            return have, False
-        if is_drift:
-            history.check_pace(drift_sentence(have, changes))  # it may be a fight
-        if have:
-            patch = merge_patch(have, target, guard_for(changes, is_drift))
-            answer = self.write("PATCH", path_to(DAEMONSETS, *key), patch)
-        else:
-            answer = self.write("POST", path_to(DAEMONSETS, key[0]), target)
-        history.wrote_daemonset(want, have, answer)
-        _, overruled = as_wanted(answer, want)
-        if overruled and history.is_untouched(answer):
-            paths = ", ".join(overruled)
-            log.info("%s/%s: admission changed %s of the DaemonSet; sked accepts that", *key, paths)
-        took_effect = [path for path in changes if path not in overruled]
-        if not took_effect and generation_of(answer) > generation_of(have):
-            took_effect = list(changes)  # the spec did change, though not to what we asked for
-        if took_effect and is_drift:
-            repairs = history.repaired()
-            self.report_drift(key, schedext, drift_sentence(have, took_effect), repairs)
-        elif took_effect:
-            what = f"changed {', '.join(took_effect)} of" if have else "created"
-            log.info("%s/%s: %s the DaemonSet", *key, what)
-        return answer, True
-
-    def cached_or_fetched(self, key: Key, schedext: dict) -> dict:
-        """The DaemonSet, or {} if there is none.
-
-        Usually the cache knows. We ask the API server after a failure, when the cache is older than
-        our own last write, when a DaemonSet that we made is missing (it may only have lost our
-        label), and when it has no owner. If it is then to be created or adopted, we make sure that
-        the SchedExt still exists: its deletion may not have reached the watch.
-        """
-        history = self.histories[key]
-        found = self.daemonsets.get(key)
-        if found:
-            is_doubtful = not controller_of(found) or history.is_ahead_of(found)
-        else:
-            is_doubtful = bool(schedext["status"]) or history.had_daemonset()
-        if not is_doubtful and not self.queue.attempts(key):
-            return found or {}
-        found = self.api.get(path_to(DAEMONSETS, *key))
-        if not found or not controller_of(found):
-            self.check_existence(key, schedext)
-        return self.daemonsets.keep(found) if found else {}
-
-    def check_existence(self, key: Key, schedext: dict) -> None:
-        """Raise SchedExtGone if the SchedExt has been deleted, or is another one by now."""
-        found = self.api.get(path_to(SCHEDEXTS, *key))
-        there = found["metadata"] if found else {}
-        if there.get("uid") != schedext["metadata"]["uid"] or "deletionTimestamp" in there:
-            raise SchedExtGone
-
-    def report_drift(self, key: Key, schedext: dict, drift: str, repairs: int) -> None:
-        """Log a repair and send an event, until it is a fight: then the status tells about it."""
-        if repairs > QUICK_REPAIRS + 1:
-            return
-        message = f"{drift}; sked has reverted it"
-        if repairs > QUICK_REPAIRS:
-            message += f" {repairs} times and is backing off"
-        log.warning("%s/%s: %s", *key, message)
-        self.send_event(schedext, "DriftUndone", message)
-
-    def look(self, key: Key, schedext: dict, daemonset: dict) -> View:
-        """What build_status needs to know."""
-        now = monotonic()
-        if controller_of(daemonset).get("uid") != schedext["metadata"]["uid"]:
-            daemonset = NO_DAEMONSET
-        settle = max(SETTLE_SECONDS, daemonset["spec"].get("minReadySeconds", 0))
-        pods = self.pods.select(daemonset["metadata"]["uid"])
-        up = [pod for pod in pods if pod.is_up]
-        waits = [pod.settles_in(now, settle) for pod in up]
-        failing = [pod for pod in pods if pod.fails(now, settle)]
-        desired, current = number(daemonset, DESIRED), number(daemonset, CURRENT)
-        counts = (desired, current, number(daemonset, UPDATED))
-        was_failing = condition(schedext["status"], "Ready").get("reason") == "NodesFailing"
-        steady = self.histories[key].note_counts(counts, was_failing)
-        return View(
-            schedext=schedext,
-            daemonset=daemonset,
-            pods=pods,
-            failing=failing,
-            rivals=self.rivals(key, failing, settle) if failing else {},
-            winners=[] if desired else self.winners(schedext),
-            settle=settle,
-            up=len(up),
-            settling=[wait for wait in waits if wait > 0],
-            lacking=desired - current,
-            steady=steady,
-        )
-
-    def rivals(self, key: Key, failing: list[Pod], settle: float) -> dict:
-        """By node where a pod of ours fails: the SchedExt whose scheduler runs there."""
-        now = monotonic()
-        nodes = {pod.node for pod in failing}
-        return {
-            other.node: "/".join(other.key)
-            for other in list(self.pods.values())
-            if other.node in nodes and other.key != key
-            if other.is_up and not other.fails(now, settle)
-        }
-
-    def winners(self, schedext: dict) -> list[str]:
-        """The SchedExts that are more specific."""
-        mine = selector_of(schedext)
-        selectors = [selector for selector in list(self.schedexts.groups) if selector > mine]
-        return sorted(
-            "/".join(key_of(winner))
-            for selector in selectors
-            for winner in self.schedexts.select(selector)
-        )
-
-    def write_status(self, key: Key, schedext: dict, status: dict) -> None:
-        patch = merge_patch(schedext, schedext | {"status": status})
-        self.write("PATCH", path_to(SCHEDEXTS, *key, "status"), patch)
-        self.histories[key].wrote()
-        ready = condition(status, "Ready")
-        reason, message = ready["reason"], ready["message"]
-        if reason == condition(schedext["status"], "Ready").get("reason"):
-            return
-        if reason in ("NodesFailing", *STALLING):
-            log.warning("%s/%s: %s: %s", *key, reason, message)
-            self.send_event(schedext, reason, message)
-        else:
-            log.info("%s/%s: %s: %s", *key, reason, message)
-
-    def send_event(self, schedext: dict, reason: str, message: str) -> None:
-        """Send a Warning. A failure is ignored: the log and the status say much the same."""
-        path = path_to(EVENTS, schedext["metadata"]["namespace"])
-        event = build_event(schedext, reason, message, timestamp())
-        with suppress(ApiError):
-            self.write("POST", path, event, EVENT_SECONDS)
-
-    def write(self, method: str, path: str, body: dict, timeout: float | None = None) -> dict:
-        """The answer to a write. A leader that has lost its lease exits instead."""
-        if self.elector:
-            self.elector.exit_if_lost()
-        # Skipping field validation spares the API server a second decoding.
-        return self.api.request(method, path, body, timeout, fieldValidation="Ignore")
-
-
-def build_event(schedext: dict, reason: str, message: str, now: str) -> dict:
-    meta = schedext["metadata"]
+        # a term that contains another one adds nothing
+        terms = {term for term in terms if not any(wider < term for wider in terms)}
+    rules = {"nodeSelectorTerms": [not_in(term) for term in sorted(terms, key=sorted)]}
+    return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": rules}}
+
+
+def not_in(pairs: Pairs) -> dict:
+    """The affinity term for nodes that have none of the pairs."""
+    values = defaultdict(list)
+    for label, value in sorted(pairs):
+        values[label].append(value)
     return {
-        "apiVersion": "v1",
-        "kind": "Event",
-        "metadata": {"generateName": f"{meta['name']}."},
-        "involvedObject": {
-            "apiVersion": "sked.schedkit.io/v1",
-            "kind": "SchedExt",
-            **{field: meta[field] for field in ("namespace", "name", "uid")},
-        },
-        "type": "Warning",
-        "reason": reason,
-        "message": message[:1024],
-        "source": {"component": "sked"},
-        "firstTimestamp": now,
-        "lastTimestamp": now,
+        "matchExpressions": [
+            {"key": label, "operator": "NotIn", "values": values[label]} for label in values
+        ]
     }
-
-
-def drift_sentence(daemonset: dict, paths: Iterable[str]) -> str:
-    """Who changed which fields, as the beginning of a sentence."""
-    if not daemonset:
-        return "an unknown client deleted the DaemonSet"
-    return f"{daemonset['lastEditor'] or 'an unknown client'} changed {', '.join(paths)}"
-
-
-def outside_spec(changes: dict) -> dict:
-    """The changes of labels, annotations and owners, which have no generation to go by."""
-    return {path: value for path, value in changes.items() if path.startswith("metadata.")}
-
-
-def guard_for(changes: dict, is_drift: bool) -> str:
-    """The field that guards a patch, see merge_patch.
-
-    Parking, moving and adopting were decided on what we saw, so nothing may have changed since. The
-    same goes for labels: they have no generation that would tell of an edit in between. The rest
-    only must not hit another DaemonSet of the same name.
-    """
-    moves = not is_drift and not PLACEMENT.isdisjoint(changes)
-    return "resourceVersion" if moves or outside_spec(changes) else "uid"
-
-
-def check_control(schedext: dict, daemonset: dict) -> None:
-    """Raise Blocked if the DaemonSet is being deleted, or another owner controls it.
-
-    One that has our label and no owner is adopted.
-    """
-    namespace, name = key_of(schedext)
-    meta = daemonset["metadata"]
-    owner = controller_of(daemonset)
-    is_leaving = "deletionTimestamp" in meta
-    if owner.get("uid") == schedext["metadata"]["uid"] and not is_leaving:
-        return
-    if is_leaving or (owner.get("kind"), owner.get("name")) == ("SchedExt", name):
-        raise Blocked("RollingOut", f"waiting for the old DaemonSet {name} to be deleted")
-    is_orphan = not owner and OURS.items() <= meta.get("labels", {}).items()
-    if not is_orphan or daemonset["spec"]["selector"] != {"matchLabels": {"name": name}}:
-        raise Blocked(
-            "NameTaken",
-            f"a DaemonSet {name} exists that is not sked's: give this SchedExt another name, or "
-            f"delete that DaemonSet with 'kubectl delete daemonset -n {namespace} {name}'",
-        )
-
-
-# ---------------------------------------------------------------- what sked remembers
-
-QUICK_REPAIRS = 6  # made at once; after that it is a fight, and sked pauses between repairs
-QUIET_SECONDS = 60.0  # after this long without a repair, a fight is over
-
-
-class History:
-    """What sked did and saw for one SchedExt. A restart loses it, which costs at most one patch."""
-
-    def __init__(self) -> None:
-        # What we wanted when we last wrote the DaemonSet or found it as wanted. JSON takes a third
-        # of a dict's memory.
-        self.wanted = ""
-        self.uid = ""  # of the DaemonSet at that moment
-        self.generation = 0  # likewise
-        self.is_ours_alone = True  # False if an edit came between our look and our write
-        self.repairs = 0  # in a row
-        self.next_repair = -inf  # the earliest time for another one
-        self.wrote_at = -inf  # when we last wrote the DaemonSet or the status
-        self.counts = ()  # of the DaemonSet's pods, as last seen
-        self.counts_since = -inf
-
-    def wrote_daemonset(self, want: dict, have: dict, answer: dict) -> None:
-        self.remember(want, answer)
-        self.wrote()
-        # A write adds one to the generation. If it is higher, an edit came in between.
-        self.is_ours_alone = self.generation <= generation_of(have) + 1
-
-    def remember(self, want: dict, daemonset: dict) -> None:
-        if not self.wanted_before(want):
-            self.wanted = json.dumps(want)
-            self.repairs = 0  # what follows is no longer the same fight
-            self.next_repair = -inf
-        self.uid = daemonset["metadata"]["uid"]
-        self.generation = generation_of(daemonset)
-        self.is_ours_alone = True
-
-    def had_daemonset(self) -> bool:
-        """Whether there has been a DaemonSet as wanted."""
-        return bool(self.wanted)
-
-    def wanted_before(self, want: dict) -> bool:
-        return self.wanted == json.dumps(want)
-
-    def last_wanted(self) -> dict:
-        """What we wanted, or {} right after a restart of sked."""
-        return json.loads(self.wanted or "{}")
-
-    def parked_as(self) -> str | None:
-        """The fingerprint with which we wanted the DaemonSet parked, if we did."""
-        last = self.last_wanted()
-        return annotation(last, PARKED) if last else None
-
-    def is_drift(self, want: dict, have: dict) -> bool:
-        """Whether a difference between the two is someone else's doing.
-
-        It is if we wanted the same before, or if the DaemonSet that we made for this SchedExt
-        is gone.
-        """
-        if have:
-            return self.wanted_before(want)
-        last = self.last_wanted()
-        owners = last["metadata"]["ownerReferences"] if last else None
-        return owners == want["metadata"]["ownerReferences"]
-
-    def is_ahead_of(self, daemonset: dict) -> bool:
-        """Whether this copy of the DaemonSet is older than our last write."""
-        is_same = self.uid == daemonset["metadata"]["uid"]
-        return is_same and self.generation > generation_of(daemonset)
-
-    def is_untouched(self, daemonset: dict) -> bool:
-        """Whether the DaemonSet's spec is still as we last wrote or found it."""
-        is_same = bool(daemonset) and self.uid == daemonset["metadata"]["uid"]
-        return is_same and self.is_ours_alone and self.generation == generation_of(daemonset)
-
-    def repaired(self) -> int:
-        """Note that our last write was a repair. Returns how many there were in a row."""
-        if self.wrote_at > self.next_repair + QUIET_SECONDS:
-            self.repairs = 0
-        self.repairs += 1
-        self.next_repair = self.wrote_at
-        if self.repairs > QUICK_REPAIRS:
-            self.next_repair += backoff(self.repairs - QUICK_REPAIRS, RETRY_SECONDS)
-        return self.repairs
-
-    def check_pace(self, drift: str) -> None:
-        """Raise Blocked if it is too soon for another repair.
-
-        Another controller or a script may keep setting another value. sked never gives up, but it
-        waits longer each time, until no repair has been needed for a minute.
-        """
-        wait = self.next_repair - monotonic()
-        if wait > 0:
-            message = f"{drift} again; sked has reverted it {self.repairs} times and is backing off"
-            raise Blocked("RollingOut", message, wait)
-
-    def wrote(self) -> None:
-        """Note a write, of the DaemonSet or of the status."""
-        self.wrote_at = monotonic()
-
-    def status_due_in(self) -> float:
-        """Seconds until the status may be written: not within a second of the last write."""
-        return self.wrote_at + GATHER_SECONDS - monotonic()
-
-    def note_counts(self, counts: tuple, was_failing: bool) -> float:
-        """Note the counts. Returns for how many seconds they have been the same.
-
-        Infinite at the first look if the status says NodesFailing already: a restart of sked does
-        not hide a failure for 10 s.
-        """
-        now = monotonic()
-        if counts != self.counts:
-            is_first_look = not self.counts
-            if not (is_first_look and was_failing):
-                self.counts_since = now
-            self.counts = counts
-        return now - self.counts_since
 
 
 # ---------------------------------------------------------------- the DaemonSet
 
-SUSPENDED = "sked.schedkit.io/suspended"  # a label that no node has
-PARKED = "sked.schedkit.io/parked"  # an annotation: the fingerprint of what the pods run
+SCX, PROBE = "scx", "probe"  # the containers that sked puts into a pod
+FIELDS = {  # of a SchedExt's spec
+    "sched": str,
+    "nodeSelector": dict,
+    "tolerations": list,
+    "priorityClassName": str,
+    "imagePullSecrets": list,
+    "hostPID": bool,
+    "imagePullPolicy": str,
+    "args": list,
+    "env": list,
+    "resources": dict,
+    "terminationMessagePolicy": str,
+    "updateStrategy": dict,
+    "minReadySeconds": int,
+    "suspend": bool,
+    "hostPaths": list,
+    "probeImage": str,
+}
+KINDS = {str: "text", dict: "a map", list: "a list", bool: "true or false", int: "a whole number"}
+# What is passed through as it is:
+DAEMONSET_FIELDS = ("updateStrategy", "minReadySeconds")
 POD_FIELDS = ("tolerations", "priorityClassName", "imagePullSecrets", "hostPID")
 CONTAINER_FIELDS = ("args", "env", "resources", "imagePullPolicy", "terminationMessagePolicy")
-SHAPES = {
-    "sched": (str, "the image of a scheduler"),
-    "probeImage": (str, "an image with sh and grep"),
-    "nodeSelector": (dict, "a map of labels"),
-    "hostPaths": (list, "a list of paths"),
-}
 # The probe asks the kernel whether a scheduler is attached. It is ready once one is, and ends when
 # none has been for 8 s (some re-attach on CPU hotplug). If none attaches within 30 s, the kubelet
-# ends it by SIGTERM, which PID 1 would ignore without a trap. null: sked keeps the field unset.
+# ends it by SIGTERM, which PID 1 would ignore without a trap.
 PROBE_CONTAINER = yaml.safe_load("""
 name: probe
 command:
@@ -1300,105 +315,103 @@ securityContext:
   readOnlyRootFilesystem: true
   allowPrivilegeEscalation: false
   capabilities: {drop: [ALL]}
-args: null
-env: null
-resources: null
-imagePullPolicy: null
 terminationMessagePolicy: File
-volumeMounts: null
 """)
 
 
-class InvalidSpec(ValueError):
-    """A SchedExt that cannot become a DaemonSet, and why."""
+def check_spec(schedext: dict) -> None:
+    """Raise InvalidSpec if no DaemonSet can be made of this."""
+    meta, spec = schedext.get("metadata"), schedext.get("spec")
+    if schedext.get("apiVersion", API_VERSION) != API_VERSION:
+        raise InvalidSpec(f"apiVersion must be {API_VERSION}, not {schedext['apiVersion']}")
+    if not isinstance(meta, dict) or not meta.get("name"):
+        raise InvalidSpec("metadata.name is missing")
+    if not isinstance(meta["name"], str):
+        raise InvalidSpec(f"metadata.name must be text: write it in quotes, '{meta['name']}'")
+    part = "[a-z0-9]([a-z0-9-]*[a-z0-9])?"
+    if len(meta["name"]) > 63 or not re.fullmatch(rf"{part}(\.{part})*", meta["name"]):
+        raise InvalidSpec(
+            f"metadata.name {meta['name']!r} must be at most 63 lower-case letters, digits, "
+            "'-' and '.', beginning and ending with a letter or digit"
+        )
+    if not isinstance(spec, dict) or not spec.get("sched"):
+        raise InvalidSpec("spec.sched is missing: it names the image of a scheduler")
+    for field, value in spec.items():
+        if field not in FIELDS:
+            raise InvalidSpec(f"spec.{field}: unknown field")
+        kind = FIELDS[field]
+        if value is not None and type(value) is not kind:  # not isinstance: True is an int
+            raise InvalidSpec(f"spec.{field} must be {KINDS[kind]}, not {value!r}")
+    for text in [text for pair in selector_of(schedext).items() for text in pair]:
+        if not isinstance(text, str):
+            raise InvalidSpec(f"spec.nodeSelector must be a map of text: write '{text}' in quotes")
 
 
 def build_daemonset(schedext: dict, yields_to: Iterable[dict] = ()) -> dict:
-    """The DaemonSet of a SchedExt, kept off the nodes of the more specific ones in yields_to.
+    """The DaemonSet of a SchedExt, kept off the nodes of those in yields_to that win them.
 
     Raises InvalidSpec, a ValueError, if there can be none.
     """
-    want = owned_fields(schedext, map(selector_of, yields_to))
-    target, _ = as_wanted({}, want)
-    daemonset = {"apiVersion": "apps/v1", "kind": "DaemonSet", **target}
+    check_spec(schedext)
+    meta, spec = schedext["metadata"], schedext["spec"]
+    name = {"name": meta["name"]}
+    winners = [other for other in yields_to if yields(schedext, other)]
+    volumes = [(f"host-{n}", path) for n, path in enumerate(spec.get("hostPaths") or ())]
+    owner = {
+        "apiVersion": API_VERSION,
+        "kind": "SchedExt",
+        **name,
+        "uid": meta.get("uid"),  # a manifest that was never applied has none
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
+    scx = {
+        "name": SCX,
+        "image": spec["sched"],
+        **{field: spec.get(field) for field in CONTAINER_FIELDS},
+        "securityContext": {"privileged": True},
+        "volumeMounts": [{"name": volume, "mountPath": path} for volume, path in volumes],
+    }
+    probe = PROBE_CONTAINER | {"image": spec.get("probeImage")}
+    pod = {
+        "containers": [without_blanks(scx), *([probe] if spec.get("probeImage") else [])],
+        **placement(schedext, winners),
+        **{field: spec.get(field) for field in POD_FIELDS},
+        "volumes": [{"name": volume, "hostPath": {"path": path}} for volume, path in volumes],
+    }
+    daemonset = {
+        "apiVersion": "apps/v1",
+        "kind": "DaemonSet",
+        "metadata": without_blanks(
+            {
+                **name,
+                "namespace": meta.get("namespace"),
+                "labels": OURS,
+                "ownerReferences": [owner] if meta.get("uid") else [],
+            }
+        ),
+        "spec": without_blanks(
+            {
+                "selector": {"matchLabels": name},
+                **{field: spec.get(field) for field in DAEMONSET_FIELDS},
+                "template": {"metadata": {"labels": name | OURS}, "spec": without_blanks(pod)},
+            }
+        ),
+    }
     # A copy, which shares nothing with us or the SchedExt. YAML may have parsed an unquoted string
     # as a date.
     return json.loads(json.dumps(daemonset, default=str))
 
 
-def owned_fields(schedext: dict, selectors: Iterable[Selector]) -> dict:
-    """Every field of the DaemonSet that sked owns; None for what should not be set."""
-    check_spec(schedext)
-    meta, spec = schedext["metadata"], schedext["spec"]
-    name = meta["name"]
-    volumes = {f"host-{n}": path for n, path in enumerate(spec.get("hostPaths") or ())}
-    suspended = {SUSPENDED: "true"} if spec.get("suspend") else {}
-    scx = {
-        "name": SCX,
-        "image": spec.get("sched"),
-        "command": None,  # the image's own; any other is undone
-        **{field: spec.get(field) for field in CONTAINER_FIELDS},
-        "securityContext": {"privileged": True},
-        "volumeMounts": [{"name": n, "mountPath": path} for n, path in volumes.items()],
-    }
-    probe = PROBE_CONTAINER | {"image": spec.get("probeImage")}
-    owner = {
-        "apiVersion": "sked.schedkit.io/v1",
-        "kind": "SchedExt",
-        "name": name,
-        "uid": meta.get("uid"),  # a manifest that was never applied has none
-        "controller": True,
-        "blockOwnerDeletion": True,
-    }
-    return {
-        "metadata": {
-            "name": name,
-            "namespace": meta.get("namespace"),
-            "labels": OURS,
-            "annotations": {PARKED: None},
-            "ownerReferences": [owner] if meta.get("uid") else [],
-        },
-        "spec": {
-            "selector": {"matchLabels": {"name": name}},
-            "updateStrategy": spec.get("updateStrategy"),
-            "minReadySeconds": spec.get("minReadySeconds"),
-            "template": {
-                "metadata": {"labels": {"name": name, **OURS}},
-                "spec": {
-                    "containers": [scx, probe] if spec.get("probeImage") else [scx],
-                    "nodeSelector": (spec.get("nodeSelector") or {}) | suspended,
-                    "affinity": node_affinity(selector_of(schedext), selectors),
-                    **{field: spec.get(field) for field in POD_FIELDS},
-                    "volumes": [
-                        {"name": n, "hostPath": {"path": path}} for n, path in volumes.items()
-                    ],
-                },
-            },
-        },
-    }
-
-
-def check_spec(schedext: dict) -> None:
-    meta, spec = schedext.get("metadata"), schedext.get("spec")
-    if not isinstance(meta, dict) or not meta.get("name"):
-        raise InvalidSpec("metadata.name is missing")
-    if not isinstance(meta["name"], str):
-        raise InvalidSpec(f"metadata.name must be text: write it in quotes, '{meta['name']}'")
-    if not isinstance(spec, dict) or not spec.get("sched"):
-        raise InvalidSpec("spec.sched is missing: it names the image of a scheduler")
-    for field, (shape, words) in SHAPES.items():
-        if not isinstance(spec.get(field), (shape, type(None))):
-            raise InvalidSpec(f"spec.{field} must be {words}")
+def without_blanks(fields: dict) -> dict:
+    """The fields that say something: empty, false and 0 are the API server's defaults here."""
+    return {field: value for field, value in fields.items() if value}
 
 
 DESIRED = "desiredNumberScheduled"  # counts in a status: nodes that should have a pod,
 CURRENT = "currentNumberScheduled"  # those of them that have one,
 UPDATED = "updatedNumberScheduled"  # and those that have one of the current template
-NO_DAEMONSET = {  # never observed, so the status says RollingOut
-    "metadata": {"uid": None, "generation": 1},
-    "spec": {},
-    "status": {},
-}
+MISSCHEDULED = "numberMisscheduled"  # nodes that have a pod and should not
 
 
 def number(daemonset: dict, which: str) -> int:
@@ -1406,9 +419,13 @@ def number(daemonset: dict, which: str) -> int:
     return daemonset["status"].get(which, 0)
 
 
+def counts_of(daemonset: dict) -> tuple:
+    return tuple(number(daemonset, which) for which in (DESIRED, CURRENT, UPDATED, MISSCHEDULED))
+
+
 def generation_of(daemonset: dict) -> int:
-    """How often its spec has changed, its creation included; 0 if there is none."""
-    return daemonset["metadata"]["generation"] if daemonset else 0
+    """How often its spec has changed, its creation included."""
+    return daemonset["metadata"]["generation"]
 
 
 def is_observed(daemonset: dict) -> bool:
@@ -1416,182 +433,260 @@ def is_observed(daemonset: dict) -> bool:
     return daemonset["status"].get("observedGeneration") == generation_of(daemonset)
 
 
-def annotation(obj: dict, name: str) -> str | None:
-    return obj["metadata"].get("annotations", {}).get(name)
+# ---------------------------------------------------------------- pods
+
+CRASHED = "CrashLoopBackOff"  # also used for a container that crashed and is running again
+# How long a pod must stay up before it counts as ready: one that cannot attach looks ready for two
+# seconds at every try.
+SETTLE_SECONDS = 10.0
+CANNOT_RUN = (126, 127, 128)  # exit codes: the shell or the container runtime found no program
+
+Problem = tuple[str, str]  # reason and message, two empty strings if there is none
 
 
-# ---------------------------------------------------------------- what differs
+class Pod(NamedTuple):
+    """What sked keeps of a pod. If two are equal, nothing has changed that sked cares about.
 
-# Maps in which others may set fields, too. Containers are compared as a map, by their names.
-SHARED = ("metadata", "labels", "annotations", "spec", "template", SCX, PROBE)
-CONTAINERS = "spec.template.spec.containers"
-BLANK = (None, "", [], {})
-DEFAULTS = {  # what the API server fills in, besides blanks
-    "spec.minReadySeconds": 0,
-    "spec.updateStrategy.type": "RollingUpdate",
-    "spec.updateStrategy.rollingUpdate.maxUnavailable": 1,
-    "spec.updateStrategy.rollingUpdate.maxSurge": 0,
-    "spec.template.spec.hostPID": False,
-    "spec.template.spec.containers.scx.terminationMessagePolicy": "File",
-    "spec.template.spec.containers.scx.env.valueFrom.fieldRef.apiVersion": "v1",
-    "spec.template.spec.containers.scx.env.valueFrom.resourceFieldRef.divisor": 0,
-}
-AMOUNTS = (
-    "spec.template.spec.containers.scx.resources.",
-    "spec.template.spec.containers.scx.env.valueFrom.resourceFieldRef.divisor",
-)
-LATEST = re.compile(r"(.*/)?[^/:@]+(:latest(@.*)?)?")  # an image whose tag is latest
-
-
-def as_wanted(have: dict, want: dict, path: str = "") -> tuple[dict, dict]:
-    """What is there, with the fields that sked owns as wanted, and what that changes.
-
-    All other fields stay, and so does a value that means the same. The changes are the wanted
-    values by path, as plain() spells them.
+    An example, with sked's clock (monotonic) in seconds:
+        100  its containers start and crash at once:  reason "CrashLoopBackOff", up_since None
+        110  they run again, and are ready:           started "...:10Z", is_up, up_since 110
+        120  it has settled, so the crash is forgotten
+        500  unready while its kubelet restarts:      not is_up, but still up_since 110
     """
-    target = dict(have)
-    changes = {}
-    for name, mine in want.items():
-        here = path + name
-        theirs = have.get(name)
-        if name in SHARED and mine:
-            merged, inner = as_wanted(theirs or {}, mine, f"{here}.")
-            target[name] = merged or None
-            changes |= inner
-        elif here == CONTAINERS:
-            there = by_name(theirs)
-            removed = {container: None for container in there}
-            merged, inner = as_wanted(there, removed | by_name(mine), f"{here}.")
-            target[name] = list(merged.values())
-            changes |= inner
-        else:
-            if name == "ownerReferences":
-                mine = with_other_owners(mine, theirs)
-            elif name == "imagePullPolicy":  # the API server picks one by the image's tag
-                default = "Always" if LATEST.fullmatch(want["image"]) else "IfNotPresent"
-                mine = mine or default
-                theirs = theirs or default
-            if mine != theirs and plain(here, mine) != plain(here, theirs):
-                target[name] = mine
-                changes[here] = plain(here, mine)
-    return {name: value for name, value in target.items() if value is not None}, changes
+
+    key: Key  # of its DaemonSet, and so of its SchedExt
+    daemonset_uid: str
+    name: str
+    node: str
+    revision: str  # of the template that it was made from
+    template_generation: str  # of the DaemonSet when it was made
+    started: str  # when its containers started, by the node's clock; empty unless all of them run
+    is_up: bool  # all of sked's containers are running and ready
+    up_since: float | None  # when it came up, by monotonic(); None until it does
+    reason: str  # of its last failure, even if it is up again
+    message: str
+
+    def settles_in(self, now: float, settle: float) -> float:
+        """Seconds until it has been up for long enough; not positive once it has settled."""
+        return inf if self.up_since is None else self.up_since + settle - now
+
+    def is_failing(self, now: float, settle: float) -> bool:
+        """After a failure it fails until it settles, so a crash loop is one steady failure."""
+        return bool(self.reason) and self.settles_in(now, settle) > 0
 
 
-def with_other_owners(mine: list, theirs: list | None) -> list:
-    """Owner references, with those of others."""
-    owners = {owner["uid"]: owner for owner in [*(theirs or ()), *mine]}
-    return list(owners.values())
+def read_pod(obj: dict, old: Pod | None, now: float) -> Pod:
+    """The facts about a pod, given what we knew of it before."""
+    meta, spec, status = obj["metadata"], obj["spec"], obj["status"]
+    owner = controller_of(obj)
+    statuses = status.get("containerStatuses", ())
+    ours = {c["name"]: c for c in statuses if c["name"] in (SCX, PROBE)}
+    starts = [c["state"].get("running", {}).get("startedAt") for c in ours.values()]
+    started = max(starts) if starts and all(starts) else ""
+    is_up = bool(started) and all(c["ready"] for c in ours.values())
+    reason, message = pod_problem(meta, status, ours)
+    return Pod(
+        key=(meta["namespace"], owner.get("name", "")),
+        daemonset_uid=owner.get("uid", ""),
+        name=meta["name"],
+        node=spec.get("nodeName") or target_node(spec),
+        revision=meta["labels"].get("controller-revision-hash", ""),
+        template_generation=meta["labels"].get("pod-template-generation", ""),
+        started=started,
+        is_up=is_up,
+        up_since=up_since(started, is_up, old, now),
+        reason=reason,
+        message=message,
+    )
 
 
-def by_name(containers: list | None) -> dict:
-    return {container["name"]: container for container in containers or ()}
-
-
-def plain(path: str, value: Any) -> Any:
-    """A field in one spelling. None if it is blank or the API server's default."""
-    if isinstance(value, list):
-        value = [plain(path, item) for item in value]
-    elif isinstance(value, dict) and not path.endswith("nodeSelector"):  # its values may be blank
-        fields = {name: plain(f"{path}.{name}", field) for name, field in value.items()}
-        value = {name: field for name, field in fields.items() if field is not None}
-    elif path.startswith(AMOUNTS):
-        with suppress(ValueError, ArithmeticError):  # if it is nonsense, the API server says so
-            value = ceil(1000 * parse_quantity(str(value)))  # 0.5 and 500m are the same
-    return None if value in BLANK or value == DEFAULTS.get(path) else value
-
-
-def merge_patch(have: dict, target: dict, guard: str = "resourceVersion") -> dict:
-    """The JSON merge patch that turns have into target: null removes a field.
-
-    It carries one field that has not changed, the guard, and the API server refuses the patch if
-    that is no longer so. The resourceVersion guards against any change since we looked, also of
-    the status, which changes often. The uid guards against another object of the same name.
-    """
-    patch = {}
-    for name in have | target:
-        theirs, mine = have.get(name), target.get(name)
-        if isinstance(theirs, dict) and isinstance(mine, dict):
-            inner = merge_patch(theirs, mine, guard)
-            if inner:
-                patch[name] = inner
-        elif mine != theirs or name == guard:
-            patch[name] = mine
-    return patch
-
-
-# ---------------------------------------------------------------- placement
-
-MAX_TERMS = 100  # of a node affinity
-PLACEMENT = {"spec.template.spec.nodeSelector", "spec.template.spec.affinity"}
-
-
-def selector_of(schedext: dict) -> Selector:
-    """Empty if nodeSelector is not a map, which a lax CRD may allow."""
-    with suppress(KeyError, TypeError, AttributeError):
-        pairs = schedext["spec"]["nodeSelector"].items()
-        return frozenset((str(key), str(value)) for key, value in pairs)
-    return frozenset()
-
-
-def node_affinity(mine: Selector, others: Iterable[Selector]) -> dict | None:
-    """What keeps a SchedExt off the nodes of the more specific ones.
-
-    A node is not a winner's if it lacks one of the winner's extra pairs. So there is a term (terms
-    are ORed) for each way to pick one extra pair of every winner. A suspended winner counts, too.
-    """
-    winners = {other for other in others if other > mine}
-    if not winners:
+def up_since(started: str, is_up: bool, old: Pod | None, now: float) -> float | None:
+    """When a pod came up, by monotonic(); None if these containers never did."""
+    if old and old.started == started and old.up_since is not None:
+        return old.up_since
+    if not is_up:
         return None
-    terms = {frozenset()}
-    # the shortest first, so that there are few terms on the way
-    for winner in sorted(winners, key=lambda pairs: (len(pairs), sorted(pairs))):
-        terms = {term | {pair} for term in terms for pair in winner - mine}
-        # a term that contains another one adds nothing
-        terms = {term for term in terms if not any(wider < term for wider in terms)}
-        if len(terms) > MAX_TERMS:
-            raise InvalidSpec(
-                "too many node pools: yielding to the SchedExts with a more specific nodeSelector "
-                f"takes more than {MAX_TERMS} affinity terms, so the DaemonSet is not written; "
-                "use one label with a different value for each pool"
-            )
-    rules = {"nodeSelectorTerms": [not_in(term) for term in sorted(terms, key=sorted)]}
-    return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": rules}}
+    if old:
+        # We saw it come up, and the node's clock may be wrong.
+        return now
+    # It was up before we looked: a restart of sked changes nothing.
+    return now - max(0.0, time.time() - unix_time(started))
 
 
-def not_in(pairs: Selector) -> dict:
-    """The affinity term for nodes that have none of the pairs."""
-    values = defaultdict(list)
-    for key, value in sorted(pairs):
-        values[key].append(value)
-    return {
-        "matchExpressions": [
-            {"key": key, "operator": "NotIn", "values": values[key]} for key in values
-        ]
-    }
+def target_node(spec: dict) -> str:
+    """The node that a DaemonSet's pod is meant for before it is bound."""
+    with suppress(KeyError, IndexError):
+        rules = spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        return rules["nodeSelectorTerms"][0]["matchFields"][0]["values"][0]
+    return ""
 
 
-def only_placement_is_new(want: dict, have: dict, changes: dict, history: History) -> bool:
-    """Whether we want another placement than before, and nothing else of the template is new.
+def pod_problem(meta: dict, status: dict, containers: dict) -> Problem:
+    """What is wrong with a pod, or was before its containers restarted."""
+    if status.get("reason"):  # it was evicted, for instance
+        return status["reason"], status.get("message", "")
+    for state in status.get("conditions") or ():
+        if state.get("reason") == "Unschedulable":
+            return "Unschedulable", state.get("message", "")
+    pod = f"-n {meta['namespace']} {meta['name']}"
+    scx, probe = containers.get(SCX, {}), containers.get(PROBE, {})
+    reason, message = container_problem(scx, pod)
+    if reason and not had_settled(scx, probe):
+        return reason, message
+    return probe_problem(probe, pod)
 
-    An edit of the placement by another client is drift. Right after a restart of sked we cannot
-    tell the two apart, so what is there counts as what we wanted before.
+
+def container_problem(container: dict, pod: str) -> Problem:
+    waiting = container.get("state", {}).get("waiting", {})
+    died = last_end(container)
+    restarts = container.get("restartCount", 0)
+    reason = waiting.get("reason", CRASHED if died or restarts else "")
+    if reason in ("ContainerCreating", "PodInitializing"):
+        return "", ""
+    if reason != CRASHED:
+        return reason, waiting.get("message", "")
+    message = f"exit code {died.get('exitCode', 'unknown')}"
+    if died.get("reason", "Error") != "Error":
+        message += f" ({died['reason']})"
+    if restarts:
+        message += f", {restarts} restart{'' if restarts == 1 else 's'}"
+    if words := final_message(died):
+        message += f": {words}"
+    command = f"kubectl logs {pod} -c {container['name']}{' --previous' if restarts else ''}"
+    if died.get("exitCode") in CANNOT_RUN:  # it has no log
+        command = f"kubectl describe pod {pod}"
+    return CRASHED, f"{message}; see '{command}'"
+
+
+def probe_problem(probe: dict, pod: str) -> Problem:
+    """The probe ends when no scheduler is attached, unless it could not run at all."""
+    reason, message = container_problem(probe, pod)
+    died = last_end(probe)
+    if reason == CRASHED and died.get("exitCode") not in CANNOT_RUN:
+        message = final_message(died) or "no scheduler is attached"
+        return "NotAttached", f"{message}; if it logs why: 'kubectl logs {pod} -c {SCX}'"
+    if reason:
+        message = f"the probe does not run (its image needs sh and grep): {message}"
+    return reason, message
+
+
+def had_settled(scx: dict, probe: dict) -> bool:
+    """Whether scx had stayed up when the probe ended, so that an earlier crash does not matter."""
+    started = scx["state"].get("running", {}).get("startedAt")
+    ended = last_end(probe).get("finishedAt")  # null if the kubelet lost the container
+    if not started or not ended:
+        return False
+    return unix_time(ended) - unix_time(started) > SETTLE_SECONDS
+
+
+def last_end(container: dict) -> dict:
+    """How a container ended, if it ever did."""
+    states = container.get("lastState", {}) | container.get("state", {})
+    return states.get("terminated", {})
+
+
+def final_message(died: dict) -> str:
+    """The end of a container's termination message, in one line."""
+    lines = (" ".join(line.split()) for line in died.get("message", "").splitlines())
+    return " | ".join(line for line in lines if line)[-300:]
+
+
+# ---------------------------------------------------------------- the stamp and the plan
+
+STAMP = "sked.schedkit.io/applied"  # the annotation
+RESTARTED = "kubectl.kubernetes.io/restartedAt"  # the annotation of kubectl rollout restart
+PLACEMENT_FIELDS = ("nodeSelector", "affinity")
+# What sked owns at each level: these fields are as we want them, or absent.
+OWN_DAEMONSET_FIELDS = ("selector", *DAEMONSET_FIELDS)
+OWN_POD_FIELDS = (*POD_FIELDS, "volumes")
+OWN_CONTAINER_FIELDS = ("image", "command", *CONTAINER_FIELDS, "securityContext", "volumeMounts")
+
+
+class Observed(NamedTuple):
+    """What sked sees of one SchedExt."""
+
+    schedext: dict
+    daemonset: dict | None
+    pods: list[Pod]  # of that DaemonSet
+    winners: list[dict]  # the SchedExts that it yields to
+    is_first_look: bool = False  # at this SchedExt since sked started
+
+
+class Stamp(NamedTuple):
+    """A note on the DaemonSet about our last write. Compared with what is there now, it says:
+
+    same wish, same generation: the DaemonSet is as we left it, whatever admission made of our write
+    same wish, another generation: someone else has changed the spec
+    another wish: there is something new to write
     """
-    if PLACEMENT.isdisjoint(changes):
-        return False
-    last = history.last_wanted()
-    if last and placement_of(want) == placement_of(last):
-        return False
-    if history.is_untouched(have):
-        # Any other difference is admission's. So we compare our wish with our last one, not with
-        # what is there.
-        return fingerprint(want, have) == fingerprint(last, have)
-    template_changes = {path for path in changes if path.startswith("spec.template.")}
-    return template_changes <= PLACEMENT
+
+    wish: str  # hash of the DaemonSet that we wanted
+    runs: str  # hash of what its pods have to restart for
+    parked: bool
+    generation: int  # of the DaemonSet after that write
 
 
-def placement_of(want: dict) -> list:
-    pod = want["spec"]["template"]["spec"]
-    return [pod["nodeSelector"], pod["affinity"]]
+NO_STAMP = Stamp("", "", False, 0)
+
+
+def stamp_of(daemonset: dict) -> Stamp:
+    """NO_STAMP if there is none, or nonsense."""
+    text = daemonset["metadata"].get("annotations", {}).get(STAMP)
+    with suppress(TypeError, ValueError, RecursionError):
+        stamp = Stamp(**json.loads(text))
+        if [type(value) for value in stamp] == [str, str, bool, int]:
+            return stamp
+    return NO_STAMP
+
+
+def with_stamp(daemonset: dict, stamp: Stamp) -> dict:
+    meta = daemonset["metadata"]
+    annotations = meta.get("annotations", {}) | {STAMP: json.dumps(stamp._asdict())}
+    return daemonset | {"metadata": meta | {"annotations": annotations}}
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def digest_of_runs(wanted: dict, have: dict | None) -> str:
+    """Changes when the pods have to restart, on whatever nodes they run: with their template, apart
+    from its placement, and with a kubectl rollout restart."""
+    template = wanted["spec"]["template"]
+    pod = {k: v for k, v in template["spec"].items() if k not in PLACEMENT_FIELDS}
+    restarted = have and have["spec"]["template"]["metadata"].get("annotations", {}).get(RESTARTED)
+    return digest([template["metadata"], pod, restarted])
+
+
+def pod_spec(daemonset: dict) -> dict:
+    return daemonset["spec"]["template"]["spec"]
+
+
+def placement_of(daemonset: dict) -> list:
+    return [pod_spec(daemonset).get(field) for field in PLACEMENT_FIELDS]
+
+
+def check_control(schedext: dict, daemonset: dict) -> None:
+    """Raise Blocked if the DaemonSet is being deleted, or another owner controls it.
+
+    One that has our label and no owner is adopted.
+    """
+    namespace, name = key_of(schedext)
+    meta = daemonset["metadata"]
+    owner = controller_of(daemonset)
+    is_leaving = "deletionTimestamp" in meta
+    if owner.get("uid") == schedext["metadata"]["uid"] and not is_leaving:
+        return
+    if is_leaving or (owner.get("kind"), owner.get("name")) == ("SchedExt", name):
+        raise Blocked("RollingOut", f"waiting for the old DaemonSet {name} to be deleted")
+    is_orphan = not owner and OURS.items() <= meta.get("labels", {}).items()
+    if not is_orphan or daemonset["spec"]["selector"] != {"matchLabels": {"name": name}}:
+        raise Blocked(
+            "NameTaken",
+            f"a DaemonSet {name} exists that is not sked's: give this SchedExt another name, or "
+            f"delete that DaemonSet with 'kubectl delete daemonset -n {namespace} {name}'; sked "
+            "looks again within a minute",
+        )
 
 
 def is_rolled_out(daemonset: dict, pods: list[Pod]) -> bool:
@@ -1602,116 +697,247 @@ def is_rolled_out(daemonset: dict, pods: list[Pod]) -> bool:
     pods must show that it is the current one.
     """
     current, updated = number(daemonset, CURRENT), number(daemonset, UPDATED)
-    misscheduled = number(daemonset, "numberMisscheduled")
+    misscheduled = number(daemonset, MISSCHEDULED)
     if not pods and not current and not misscheduled:
         return True  # the first pods may be on their way, and they are of this template
     all_updated = current > 0 and updated == current
     if all_updated and not misscheduled:
         return True
     is_one_revision = len({pod.revision for pod in pods}) == 1
-    generation = annotation(daemonset, "deprecated.daemonset.template.generation")
+    annotations = daemonset["metadata"].get("annotations", {})
+    generation = annotations.get("deprecated.daemonset.template.generation")
     is_one_current = any(pod.template_generation == generation for pod in pods)
     return is_one_revision and (all_updated or is_one_current)
 
 
-def fingerprint(want: dict, have: dict) -> str:
-    """Changes exactly when the pods have to restart, wherever they run.
+def should_be_parked(observed: Observed, wanted: dict, old: Stamp, new: Stamp) -> bool:
+    """Whether the DaemonSet is parked from now on, given that its pods need not restart.
 
-    It is a hash of the wanted template without its placement, in one spelling: all that differs
-    from an empty DaemonSet.
+    With the strategy OnDelete, the DaemonSet controller removes pods from the nodes that it loses,
+    adds them on new ones, and leaves the others alone. Raises Blocked until the controller has
+    observed the last change.
     """
-    _, everything = as_wanted({}, want)
-    runs = {
-        path: value
-        for path, value in everything.items()
-        if path.startswith("spec.template.") and path not in PLACEMENT
-    }
-    runs["restart"] = annotation(have["spec"]["template"], "kubectl.kubernetes.io/restartedAt")
-    return hashlib.sha256(json.dumps(runs, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def parked_if_possible(
-    want: dict, have: dict, changes: dict, pods: list[Pod], history: History
-) -> dict:
-    """What we want, in parked form if no pod has to restart on the nodes that it keeps.
-
-    A change of the placement only says who gets which node, so running pods need not follow it:
-    the DaemonSet controller removes and adds them whatever the strategy. A parked DaemonSet
-    therefore has the strategy OnDelete, and in an annotation the fingerprint of what all its pods
-    run. Raises Blocked until the controller has observed the last change.
-    """
-    parked_as = {annotation(have, PARKED), history.parked_as()} - {None}
-    if parked_as:
-        # It stays parked as long as its pods run what is wanted, whatever the nodes are doing and
-        # also if only the annotation was removed. Otherwise the wanted strategy comes back, and
-        # all pods follow.
-        return parked_form(want, have) if fingerprint(want, have) in parked_as else want
-    if not only_placement_is_new(want, have, changes, history):
-        return want  # the pods have to restart, or it is drift: a plain patch
+    have, pods = observed.daemonset, observed.pods
+    if old.generation != new.generation:  # someone else has changed the spec
+        # If they changed the strategy as well, the controller may have replaced any pod.
+        return old.parked and have["spec"]["updateStrategy"]["type"] == "OnDelete"
+    if old.wish == new.wish:  # nothing new: parked until all pods are current anyway
+        return old.parked and not (pods and is_observed(have) and is_rolled_out(have, pods))
+    if is_observed(have) and not pods and not any(counts_of(have)):
+        return False  # there is no pod that could restart, and none is on its way
+    if old.parked or placement_of(wanted) == placement_of(have):
+        return old.parked
     if not is_observed(have):
         # The counts and pods are those of an earlier template.
         raise Blocked("RollingOut", "waiting for the DaemonSet controller", GATHER_SECONDS)
     # In the middle of a rollout, parking would leave the old pods as they are.
-    return parked_form(want, have) if is_rolled_out(have, pods) else want
+    return is_rolled_out(have, pods)
 
 
-def parked_form(want: dict, have: dict) -> dict:
-    return want | {
-        "metadata": want["metadata"] | {"annotations": {PARKED: fingerprint(want, have)}},
-        "spec": want["spec"] | {"updateStrategy": {"type": "OnDelete"}},
+def by_name(containers: list) -> dict:
+    return {container["name"]: container for container in containers}
+
+
+def lay_over(target: dict, wanted: dict, fields: Iterable[str]) -> None:
+    """Make these fields of target as wanted. One that is not wanted is removed."""
+    for field in fields:
+        if field in wanted:
+            target[field] = wanted[field]
+        else:
+            target.pop(field, None)
+
+
+def metadata_laid_over(have: dict, wanted: dict) -> dict:
+    """The metadata with our label and our owner reference. Those of others stay."""
+    meta = have["metadata"]
+    owners = [*(meta.get("ownerReferences") or ()), *wanted["metadata"]["ownerReferences"]]
+    return meta | {
+        "labels": meta.get("labels", {}) | OURS,
+        "ownerReferences": list({owner["uid"]: owner for owner in owners}.values()),
     }
+
+
+def spec_laid_over(have: dict, wanted: dict, with_template: bool) -> dict:
+    """The spec with the fields that sked owns as wanted; the others stay.
+
+    Of the template this is only the placement, unless all of it is asked for.
+    """
+    spec = copy.deepcopy(have)
+    template, pod = spec["template"], spec["template"]["spec"]
+    wanted_pod = wanted["template"]["spec"]
+    lay_over(spec, wanted, OWN_DAEMONSET_FIELDS)
+    lay_over(pod, wanted_pod, PLACEMENT_FIELDS)
+    if with_template:
+        lay_over(pod, wanted_pod, OWN_POD_FIELDS)
+        labels = template["metadata"].get("labels", {}) | wanted["template"]["metadata"]["labels"]
+        template["metadata"]["labels"] = labels
+        there = by_name(pod["containers"])
+        pod["containers"] = []
+        for container in wanted_pod["containers"]:
+            target = there.get(container["name"], {})
+            lay_over(target, container, {*OWN_CONTAINER_FIELDS, *container})
+            pod["containers"].append(target)
+    return spec
+
+
+def plan(observed: Observed) -> dict | None:
+    """The DaemonSet to write, with its stamp; None if it is as it should be.
+
+    Raises InvalidSpec if there can be none, and Blocked if it must not be written, or not yet.
+    """
+    have = observed.daemonset
+    wanted = build_daemonset(observed.schedext, observed.winners)
+    new = Stamp(digest(wanted), digest_of_runs(wanted, have), parked=False, generation=1)
+    if not have:
+        return with_stamp(wanted, new)
+    check_control(observed.schedext, have)  # what is not ours is never touched
+    old, spec = stamp_of(have), have["spec"]
+    new = new._replace(generation=generation_of(have))
+    is_edited = old.generation != new.generation
+    if observed.is_first_look and is_edited and old.runs == new.runs and old.wish != new.wish:
+        # First undo what others did while sked was down. Where the DaemonSet runs comes next, when
+        # it is clear again what its pods run.
+        new = new._replace(wish=old.wish)
+        lay_over(pod_spec(wanted), pod_spec(have), PLACEMENT_FIELDS)
+    if old.runs == new.runs:
+        new = new._replace(parked=should_be_parked(observed, wanted, old, new))
+    if new != old:
+        # If the pods need not restart, the template stays as admission made it of our last write.
+        spec = spec_laid_over(spec, wanted["spec"], is_edited or old.runs != new.runs)
+        if new.parked:
+            spec["updateStrategy"] = {"type": "OnDelete"}
+    if spec != have["spec"] and not is_edited:
+        # The API server will count this. To undo an edit may turn out to change nothing: a stamp
+        # that is behind only costs another write, but one that is ahead would hide the next edit.
+        new = new._replace(generation=new.generation + 1)
+    target = have | {"metadata": metadata_laid_over(have, wanted), "spec": spec}
+    target = with_stamp(target, new)
+    return target if target != have else None
+
+
+def is_repair(have: dict, target: dict) -> bool:
+    """Whether a write only restores what we wanted before: someone else has changed something."""
+    before, after = stamp_of(have), stamp_of(target)
+    return (before.wish, before.parked) == (after.wish, after.parked)
+
+
+def changed_fields(before: dict, after: dict) -> list[str]:
+    """The paths at which two states of a DaemonSet differ, both as the API server gave them."""
+    paths = list(different_paths(before["spec"], after["spec"], "spec"))
+    for field in ("labels", "ownerReferences"):
+        old, new = before["metadata"].get(field), after["metadata"].get(field)
+        paths += different_paths(old, new, f"metadata.{field}")
+    return paths
+
+
+def different_paths(before: Any, after: Any, path: str) -> Iterator[str]:
+    if path.endswith(".containers") and before and after:
+        before, after = by_name(before), by_name(after)
+    if isinstance(before or {}, dict) and isinstance(after or {}, dict):
+        before, after = before or {}, after or {}
+        for name in sorted(before.keys() | after.keys()):
+            yield from different_paths(before.get(name), after.get(name), f"{path}.{name}")
+    elif before != after:
+        yield path
+
+
+def last_editor(daemonset: dict) -> str:
+    """Who has changed it since our last write, as far as managedFields tell: a removed field leaves
+    no trace there. Writers of the status do not count."""
+    ours, theirs = "", ("", "")
+    for entry in daemonset["metadata"].get("managedFields", ()):
+        when, manager = entry.get("time", ""), entry.get("manager", "")
+        if manager == FIELD_MANAGER:
+            ours = max(ours, when)
+        elif not entry.get("subresource"):
+            theirs = max(theirs, (when, manager))
+    when, manager = theirs
+    return manager if manager and when >= ours else "an unknown client"
+
+
+def merge_patch(before: dict, after: dict) -> dict:
+    """The JSON merge patch that turns one object into the other: null removes a field."""
+    patch = {}
+    for name in before | after:
+        old, new = before.get(name), after.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            if inner := merge_patch(old, new):
+                patch[name] = inner
+        elif new != old:
+            patch[name] = new
+    return patch
 
 
 # ---------------------------------------------------------------- status
 
 MAX_FAILURES = 10  # listed in a status
-STALLING = ("NameTaken", "Rejected")  # reasons that waiting does not fix
+STALLING = ("NameTaken", "Conflict", "Rejected")  # reasons that waiting does not fix
+WARNINGS = ("NodesFailing", "NoNodes", *STALLING)  # reasons that are worth an event
 
 
-class View(NamedTuple):
-    """One SchedExt with its DaemonSet and pods, at one moment."""
+class Summary(NamedTuple):
+    """What the counts of a DaemonSet and its pods add up to."""
 
-    schedext: dict
-    daemonset: dict
-    pods: list[Pod]
-    failing: list[Pod]
-    rivals: dict  # by node where one fails: the SchedExt whose scheduler runs there
-    winners: list[str]  # the more specific SchedExts, if no node is left
-    settle: float  # seconds that a pod must stay up before it counts as ready
-    up: int  # how many pods are up
+    desired: int  # nodes that should have a pod
+    ready: int  # those where it has settled
+    updated: int  # those where it runs what is wanted now
+    failing: int  # those where it fails, or that have had no pod for a while
+    lacking: int  # those that have no pod
+    failing_pods: list[Pod]  # sorted by node
     settling: list[float]  # seconds left for each pod that is up and has not settled
-    lacking: int  # nodes that want a pod and have none
-    steady: float  # seconds for which the counts of the DaemonSet have been the same
-
-    def is_parked(self) -> bool:
-        return bool(annotation(self.daemonset, PARKED))
-
-    def is_current(self) -> bool:
-        """Whether all pods run what is wanted: parked, or updated by the counts and by the pods."""
-        if self.is_parked():
-            return True
-        all_updated = number(self.daemonset, UPDATED) >= number(self.daemonset, DESIRED)
-        return all_updated and len({pod.revision for pod in self.pods}) == 1
 
 
-def build_status(view: View, blocked: Blocked | None, now: str) -> dict:
+def settle_seconds(daemonset: dict) -> float:
+    """How long its pods must stay up before they count as ready."""
+    return max(SETTLE_SECONDS, daemonset["spec"].get("minReadySeconds", 0))
+
+
+def is_parked(daemonset: dict) -> bool:
+    return stamp_of(daemonset).parked
+
+
+def is_mixed(observed: Observed) -> bool:
+    """Whether not all pods are of one revision."""
+    return len({pod.revision for pod in observed.pods}) > 1
+
+
+def summarize(observed: Observed, steady: float, now: float) -> Summary:
+    """Steady is for how many seconds the counts of the DaemonSet have been the same."""
+    schedext, daemonset, pods = observed[:3]
+    if not daemonset or controller_of(daemonset).get("uid") != schedext["metadata"]["uid"]:
+        return Summary(0, 0, 0, 0, 0, [], [])  # it is not ours
+    desired, current, updated, _ = counts_of(daemonset)
+    settle = settle_seconds(daemonset)
+    failing_pods = [pod for pod in pods if pod.is_failing(now, settle)]
+    up = [pod for pod in pods if pod.is_up]
+    settling = [wait for pod in up if (wait := pod.settles_in(now, settle)) > 0]
+    lacking = desired - current
+    return Summary(
+        desired=desired,
+        ready=max(0, min(len(up), number(daemonset, "numberReady")) - len(settling)),
+        updated=current if is_parked(daemonset) else updated,
+        failing=len(failing_pods) + (lacking if steady >= SETTLE_SECONDS else 0),
+        lacking=lacking,
+        failing_pods=sorted(failing_pods, key=lambda pod: pod.node),
+        settling=settling,
+    )
+
+
+def build_status(observed: Observed, summary: Summary, blocked: Blocked | None, now: str) -> dict:
     """The status of a SchedExt."""
-    old = view.schedext["status"]
-    generation = view.schedext["metadata"]["generation"]
-    failures = build_failures(view)
-    nodes = count_nodes(view, len(failures))
-    if blocked:
+    old = observed.schedext["status"]
+    generation = generation_of(observed.schedext)
+    if blocked and blocked.reason:
         reason, message = blocked.reason, str(blocked)
     else:
-        reason, message = ready_reason(view, nodes, failures)
-    is_ready = reason in ("AllReady", "Suspended")
-    states = {"Ready": "True" if is_ready else "False"}
+        reason, message = ready_reason(observed, summary)
+    states = {"Ready": "True" if reason in ("AllReady", "Suspended") else "False"}
     if reason in STALLING:
         states["Stalled"] = "True"  # else GitOps tools would wait forever
     conditions = [c for c in old.get("conditions", ()) if c["type"] not in ("Ready", "Stalled")]
     for kind, state in states.items():
         before = condition(old, kind)
-        stays = before.get("status") == state
+        is_same = before.get("status") == state
         conditions.append(
             {
                 "type": kind,
@@ -1719,13 +945,26 @@ def build_status(view: View, blocked: Blocked | None, now: str) -> dict:
                 "reason": reason,
                 "message": message,
                 "observedGeneration": generation,
-                "lastTransitionTime": before.get("lastTransitionTime", now) if stays else now,
+                "lastTransitionTime": before.get("lastTransitionTime", now) if is_same else now,
             }
         )
     return {
         "observedGeneration": generation,
-        "nodes": nodes,
-        "failures": failures[:MAX_FAILURES],
+        "nodes": {
+            "desired": summary.desired,
+            "ready": summary.ready,
+            "updated": summary.updated,
+            "failing": summary.failing,
+        },
+        "failures": [
+            {
+                "node": pod.node,
+                "pod": pod.name,
+                "reason": pod.reason,
+                "message": pod.message[:1000],
+            }
+            for pod in summary.failing_pods[:MAX_FAILURES]
+        ],
         "conditions": conditions,
     }
 
@@ -1734,75 +973,62 @@ def condition(status: dict, kind: str) -> dict:
     return next((c for c in status.get("conditions", ()) if c["type"] == kind), {})
 
 
-def build_failures(view: View) -> list:
-    """One for each failing pod, sorted by node."""
-    failures = []
-    for pod in sorted(view.failing, key=lambda pod: pod.node):
-        reason, message = pod.reason, pod.message
-        if reason == CRASHED and pod.node in view.rivals:
-            reason = "AlreadyAttached"
-            message = (
-                f"the scheduler of SchedExt {view.rivals[pod.node]} runs on this node, "
-                f"and a kernel attaches one at a time; {message}"
-            )
-        failures.append(
-            {"node": pod.node, "pod": pod.name, "reason": reason, "message": message[:1000]}
-        )
-    return failures
-
-
-def count_nodes(view: View, failing: int) -> dict:
-    """The DaemonSet's status counts the nodes; the pods show which have settled and which fail."""
-    up = min(view.up, number(view.daemonset, "numberReady"))
-    if view.steady >= SETTLE_SECONDS:
-        failing += view.lacking
-    return {
-        "desired": number(view.daemonset, DESIRED),
-        "ready": max(0, up - len(view.settling)),
-        "updated": number(view.daemonset, CURRENT if view.is_parked() else UPDATED),
-        "failing": failing,
-    }
-
-
-def ready_reason(view: View, nodes: dict, failures: list) -> Problem:
+def ready_reason(observed: Observed, summary: Summary) -> Problem:
     """Reason and message of the Ready condition if the DaemonSet is as it should be."""
-    desired = nodes["desired"]
-    if not is_observed(view.daemonset):
+    schedext, daemonset, winners = observed.schedext, observed.daemonset, observed.winners
+    desired = summary.desired
+    suspended = schedext["spec"].get("suspend")
+    twin = twin_of(schedext, winners)
+    if twin and not suspended:
+        return "Conflict", conflict_message(twin)
+    if not is_observed(daemonset):
         return "RollingOut", "waiting for the DaemonSet controller"
-    if view.schedext["spec"].get("suspend"):
-        left = number(view.daemonset, "numberMisscheduled")
-        if left:
+    if suspended:
+        if left := number(daemonset, MISSCHEDULED):
             return "RollingOut", f"suspended; waiting for pods to end: {left}"
         return "Suspended", "runs on no node; set spec.suspend to false to resume"
     if not desired:
-        return "NoNodes", no_nodes_message(view)
-    if nodes["failing"]:
-        return "NodesFailing", failing_message(view, nodes, failures)
-    if nodes["ready"] >= desired and view.is_current():
-        return "AllReady", f"running on {desired} of {desired} nodes"
-    return "RollingOut", rolling_message(view, nodes)
+        return "NoNodes", no_nodes_message(schedext, winners)
+    if summary.failing:
+        return "NodesFailing", failing_message(observed, summary)
+    is_current = summary.updated >= desired and not is_mixed(observed)
+    if summary.ready < desired or not (is_current or is_parked(daemonset)):
+        return "RollingOut", rolling_message(observed, summary)
+    message = f"running on {desired} of {desired} nodes"
+    if is_parked(daemonset):
+        message += "; parked: only the choice of nodes has changed, so running pods were kept"
+    return "AllReady", message
 
 
-def no_nodes_message(view: View) -> str:
-    pairs = ",".join("=".join(pair) for pair in sorted(selector_of(view.schedext)))
+def conflict_message(twin: dict) -> str:
+    suspended = ", which is suspended," if twin["spec"].get("suspend") else ""
+    return (
+        f"SchedExt {'/'.join(key_of(twin))}{suspended} selects the same nodes and is older: delete "
+        "one of the two, or give this one another nodeSelector"
+    )
+
+
+def no_nodes_message(schedext: dict, winners: list[dict]) -> str:
+    pairs = ",".join("=".join(pair) for pair in sorted(pairs_of(schedext)))
     command = f"kubectl get nodes --selector={pairs}" if pairs else "kubectl get nodes"
     message = f"no node to run on: check that '{command}' lists nodes, and their taints"
-    if view.winners:
-        names = ", ".join(view.winners[:5])
-        if len(view.winners) > 5:
-            names += f" and {len(view.winners) - 5} more"
-        message += f"; these more specific SchedExts may claim them all: {names}"
+    if winners:
+        names = ", ".join(sorted("/".join(key_of(winner)) for winner in winners)[:5])
+        if len(winners) > 5:
+            names += f" and {len(winners) - 5} more"
+        message += f"; these SchedExts come first where they select the same nodes: {names}"
     return message
 
 
-def failing_message(view: View, nodes: dict, failures: list) -> str:
-    message = f"failing on {nodes['failing']} of {nodes['desired']} nodes; "
-    namespace, name = key_of(view.schedext)
-    if failures:
-        return message + "{node}: {reason}: {message}".format(**failures[0])
-    message += f"{view.lacking} without a pod: see "
+def failing_message(observed: Observed, summary: Summary) -> str:
+    namespace, name = key_of(observed.schedext)
+    message = f"failing on {summary.failing} of {summary.desired} nodes; "
+    if summary.failing_pods:
+        first = summary.failing_pods[0]
+        return f"{message}{first.node}: {first.reason}: {first.message[:1000]}"
+    message += f"{summary.lacking} without a pod: see "
     message += f"'kubectl describe daemonset -n {namespace} {name}'"
-    if not view.pods:
+    if not observed.pods:
         message += (
             "; if the namespace forbids privileged pods, run 'kubectl label --overwrite namespace "
             f"{namespace} pod-security.kubernetes.io/enforce=privileged'"
@@ -1810,121 +1036,58 @@ def failing_message(view: View, nodes: dict, failures: list) -> str:
     return message
 
 
-def rolling_message(view: View, nodes: dict) -> str:
-    namespace, name = key_of(view.schedext)
-    message = "ready on {ready} of {desired} nodes, updated on {updated}".format(**nodes)
-    strategy = view.daemonset["spec"].get("updateStrategy", {})
-    has_old_pods = len({pod.revision for pod in view.pods}) > 1 and not view.is_parked()
-    if has_old_pods and nodes["updated"] >= nodes["desired"]:
+def rolling_message(observed: Observed, summary: Summary) -> str:
+    daemonset = observed.daemonset
+    namespace, name = key_of(observed.schedext)
+    message = f"ready on {summary.ready} of {summary.desired} nodes, updated on {summary.updated}"
+    strategy = daemonset["spec"].get("updateStrategy", {}).get("type")
+    if summary.updated >= summary.desired and is_mixed(observed) and not is_parked(daemonset):
         message += "; waiting for the last old pods to go"
-    elif view.settling:
-        message += f"; waiting for the pods to stay up for {view.settle:.0f} s"
-    elif strategy.get("type") == "OnDelete" and nodes["updated"] < number(view.daemonset, CURRENT):
+    elif summary.settling:
+        message += f"; waiting for the pods to stay up for {settle_seconds(daemonset):.0f} s"
+    elif strategy == "OnDelete" and summary.updated < number(daemonset, CURRENT):
         message += "; updateStrategy is OnDelete: to replace the pods, run 'kubectl delete pod "
         message += f"-n {namespace} -l name={name},managed-by=sked-controller'"
     return message
 
 
-def next_change_in(view: View, blocked: Blocked | None) -> float:
+def next_change_in(summary: Summary, steady: float, blocked: Blocked | None) -> float:
     """Seconds until time alone may change the status."""
-    waits = list(view.settling)
+    waits = [inf, *summary.settling]
     if blocked:
         waits.append(blocked.look_again)
-    if view.lacking and view.steady < SETTLE_SECONDS:
-        waits.append(SETTLE_SECONDS - view.steady)
-    if view.failing:
-        waits.append(BLOCKED_SECONDS)  # another scheduler may have left the node
-    return min(waits, default=inf)
+    if summary.lacking and steady < SETTLE_SECONDS:
+        waits.append(SETTLE_SECONDS - steady)
+    return min(waits)
 
 
-# ---------------------------------------------------------------- the lease
-
-LEASE_NAME = "b4c95cb3.schedkit.io"  # the Go operator's, so that the two never act at once
-LEASE_SECONDS = 15
-RENEW_SECONDS = 2.0
-RENEW_REQUEST_SECONDS = 4.0
-RENEW_DEADLINE_SECONDS = 10.0  # a leader that has not renewed for this long exits
-
-
-class Elector:
-    """Holds the Lease. Another replica's has expired once it has not changed for its duration."""
-
-    def __init__(self, api: Api, namespace: str) -> None:
-        self.api = api
-        self.path = path_to(LEASES, namespace, LEASE_NAME)
-        self.identity = f"{socket.gethostname()}_{uuid.uuid4()}"
-        self.lease = self.new_lease = {"metadata": {"name": LEASE_NAME, "namespace": namespace}}
-        self.is_fresh = False  # True after our own PUT: then the next renewal needs no GET
-        self.seen = -inf  # when the lease was seen to change
-        self.renewed = -inf  # when we sent the last PUT that succeeded
-        self.has_led = False
-
-    def leads(self) -> bool:
-        return monotonic() < self.renewed + RENEW_DEADLINE_SECONDS
-
-    def exit_if_lost(self) -> None:
-        """Exit if we led and may have lost the lease: we may have been held up."""
-        if self.has_led and not self.leads():
-            log.critical("the lease is lost: another replica may lead now")
-            os._exit(1)
-
-    def run(self, operator: Operator) -> None:
-        """Take the lease when it is free, start the operator, renew, and hand over at the end."""
-        log.info("waiting for the lease as %s", self.identity)
-        while not operator.stop.is_set():
-            operator.beat()
-            try:
-                self.take()
-                operator.recovered("lease")
-            except ApiError as error:
-                self.is_fresh = False
-                if error.status != 409:  # which means that another replica was faster
-                    operator.fault("lease", str(error))
-            self.exit_if_lost()
-            if self.leads() and not self.has_led:
-                self.has_led = True
-                log.info("leading")
-                operator.start()
-            operator.stop.wait(RENEW_SECONDS)
-        if operator.queue.close(FINISH_SECONDS) and self.leads():
-            spec = self.lease["spec"] | {"holderIdentity": "", "leaseDurationSeconds": 1}
-            with suppress(ApiError):
-                self.put(spec, timeout=0.6)
-
-    def take(self) -> None:
-        """Take or renew the lease if it is free or ours."""
-        if not self.is_fresh or not self.leads():
-            lease = self.api.get(self.path, timeout=RENEW_REQUEST_SECONDS) or self.new_lease
-            if lease != self.lease:
-                self.lease = lease
-                self.seen = monotonic()
-        asked = monotonic()
-        now = timestamp("%Y-%m-%dT%H:%M:%S.%fZ")
-        spec = self.lease.get("spec") or {}
-        holder = spec.get("holderIdentity")
-        if holder != self.identity:
-            self.renewed = -inf
-            if holder and asked < self.seen + spec.get("leaseDurationSeconds", LEASE_SECONDS):
-                return
-            changes_of_hands = spec["leaseTransitions"] + 1 if "leaseTransitions" in spec else 0
-            spec = spec | {"acquireTime": now, "leaseTransitions": changes_of_hands}
-        ours = {"holderIdentity": self.identity, "leaseDurationSeconds": LEASE_SECONDS}
-        self.put(spec | ours | {"renewTime": now}, RENEW_REQUEST_SECONDS)
-        self.is_fresh = True
-        self.renewed = asked
-
-    def put(self, spec: dict, timeout: float) -> None:
-        """PUT also creates the Lease. If there is one, its resourceVersion makes the PUT fail when
-        another replica was faster."""
-        self.lease = self.api.request("PUT", self.path, self.lease | {"spec": spec}, timeout)
+def build_event(schedext: dict, kind: str, reason: str, message: str, now: str) -> dict:
+    """An event that kubectl describe shows: a Warning, or a Normal one."""
+    meta = schedext["metadata"]
+    return {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {"generateName": f"{meta['name']}."},
+        "involvedObject": {
+            "apiVersion": API_VERSION,
+            "kind": "SchedExt",
+            **{field: meta[field] for field in ("namespace", "name", "uid")},
+        },
+        "type": kind,
+        "reason": reason,
+        "message": message[:1024],
+        "source": {"component": "sked"},
+        "firstTimestamp": now,
+        "lastTimestamp": now,
+    }
 
 
-# ---------------------------------------------------------------- health and metrics
+# ---------------------------------------------------------------- metrics
 
 METRICS_HELP = """\
 controller_runtime_reconcile_total counter Passes over a SchedExt, by result.
 controller_runtime_reconcile_time_seconds histogram Duration of such a pass.
-rest_client_requests_total counter Requests to the API server, by HTTP status (0: no full answer).
+rest_client_requests_total counter Requests to the API server, by HTTP status (0: no answer).
 workqueue_depth gauge SchedExts that wait for a worker.
 leader_election_master_status gauge 1 if this replica leads, 0 if it stands by.
 sked_schedext_nodes gauge Nodes of each SchedExt that is not suspended, by state.
@@ -1932,9 +1095,6 @@ sked_schedext_status gauge 1 for the reason of each SchedExt's Ready condition.
 sked_build_info gauge The version of sked.
 """
 BUCKETS = (0.01, 0.1, 1.0, 10.0, "+Inf")  # seconds
-MAX_CONNECTIONS = 64  # to each of our own HTTP servers
-
-Page = tuple[int, str]  # HTTP status and text
 
 
 class Metrics(Counter):
@@ -1971,6 +1131,986 @@ class Metrics(Counter):
 
 
 METRICS = Metrics()
+
+# ---------------------------------------------------------------- the API server
+
+SCHEDEXTS = "/apis/sked.schedkit.io/v1{}/schedexts"
+DAEMONSETS = "/apis/apps/v1{}/daemonsets"
+PODS = "/api/v1{}/pods"
+EVENTS = "/api/v1{}/events"
+LEASES = "/apis/coordination.k8s.io/v1{}/leases"
+
+CONNECT_SECONDS = 10.0
+REQUEST_SECONDS = 30.0  # for everything but a watch
+WATCH_SECONDS = 240  # after this the API server ends a watch
+POOL_CONNECTIONS = 12  # more than the threads that usually talk to the API server
+CONTENT_TYPES = {"PATCH": "application/merge-patch+json"}  # of a body, if it is not plain JSON
+
+
+def path_to(resource: str, namespace: str, *names: str) -> str:
+    scope = f"/namespaces/{namespace}" if namespace else ""
+    return "/".join([resource.format(scope), *names])
+
+
+SETUP_OR_NETWORK_ERRORS = (
+    urllib3.exceptions.HTTPError,
+    ApiException,  # the package's word for a TLS error
+    OSError,
+    ValueError,
+    yaml.YAMLError,
+    kubeconfig.ConfigException,
+)
+
+
+@contextmanager
+def as_api_error() -> Iterator[None]:
+    """Turns the errors of configuration, network and decoding into an ApiError."""
+    try:
+        yield
+    except SETUP_OR_NETWORK_ERRORS as error:
+        cause = error.reason if isinstance(error, ApiException) else str(error)
+        cause = " ".join(cause.split())
+        raise ApiError(0, f"cannot talk to the API server: {cause}") from error
+
+
+def client_tls(configuration: Configuration) -> ssl.SSLContext:
+    """One context for all connections. The package would load the certificates again for each of
+    them, and Python crashes when several threads do that at once."""
+    context = ssl.create_default_context(cafile=configuration.ssl_ca_cert)
+    context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # it refuses some hosted clusters
+    if not configuration.verify_ssl:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    if configuration.cert_file:
+        context.load_cert_chain(configuration.cert_file, configuration.key_file)
+    return context
+
+
+@contextmanager
+def package_errors() -> Iterator[list[str]]:
+    """What the kubernetes package logs in the meantime, instead of logging it.
+
+    It does not raise when a credential plugin fails: it writes to the root logger and goes on.
+    """
+    errors = []
+
+    def keep(record: logging.LogRecord) -> bool:
+        errors.append(record.getMessage())
+        return False
+
+    logging.root.addFilter(keep)
+    try:
+        yield errors
+    finally:
+        logging.root.removeFilter(keep)
+
+
+class Api:
+    """Plain dicts to and from the API server; whatever goes wrong is an ApiError."""
+
+    def __init__(self, configure: Callable[[], Configuration]) -> None:
+        self.configure = configure
+        self.lock = threading.Lock()
+        self.host = "an API server that it cannot log in to yet"
+        with suppress(ApiError):  # a credential plugin that fails: each request tries it again
+            self.connect()
+
+    def connect(self) -> None:
+        """Read the configuration, with its credentials and certificates, and start anew."""
+        self.must_connect = True  # until all of this has worked
+        configuration = self.configure()
+        configuration.retries = False
+        configuration.connection_pool_maxsize = POOL_CONNECTIONS
+        configuration.socket_options = tcp_keepalive_socket_options(30, 10, 3)
+        self.client = ApiClient(configuration)
+        self.client.user_agent = f"{FIELD_MANAGER}/{__version__}"
+        options = self.client.rest_client.pool_manager.connection_pool_kw
+        options["ssl_context"] = client_tls(configuration)
+        for option in ("ca_certs", "ca_cert_data", "cert_file", "key_file"):
+            options.pop(option, None)  # else each connection loads them again
+        self.host = configuration.host
+        self.must_connect = False
+
+    def get(self, path: str, timeout: float | None = None) -> dict | None:
+        """An object, or None if it does not exist."""
+        try:
+            return self.request("GET", path, timeout=timeout)
+        except ApiError as error:
+            if error.status == 404:
+                return None
+            raise
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: dict | None = None,
+        timeout: float | None = None,
+        **query: Any,
+    ) -> dict:
+        """The JSON that the API server answers, within REQUEST_SECONDS by default."""
+        response = self.send(method, path, body, timeout or REQUEST_SECONDS, query)
+        with as_api_error(), closing(response):
+            return json.loads(response.data)
+
+    @contextmanager
+    def watch(self, path: str, **query: Any) -> Iterator[Iterator[dict]]:
+        """An open watch, as an iterator of events. Only reading and decoding them is an ApiError,
+        not what goes wrong in handling them."""
+        query |= {"watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": WATCH_SECONDS}
+        response = self.send("GET", path, None, WATCH_SECONDS + REQUEST_SECONDS, query)
+        with closing(response):
+            yield self.events(response)
+
+    def events(self, response: urllib3.BaseHTTPResponse) -> Iterator[dict]:
+        with as_api_error():
+            for line in response:
+                yield json.loads(line)
+
+    def send(
+        self, method: str, path: str, body: dict | None, timeout: float, query: dict
+    ) -> urllib3.BaseHTTPResponse:
+        """The response to a successful request, whose body has not been read yet."""
+        headers = {"Content-Type": CONTENT_TYPES.get(method, "application/json")}
+        with as_api_error():
+            with self.lock:  # so that a plugin that renews the credentials runs once
+                if self.must_connect:
+                    self.connect()
+                with package_errors() as errors:
+                    request = self.client.param_serialize(
+                        method,
+                        path,
+                        query_params=list(query.items()),
+                        header_params=headers,
+                        body=body,
+                        auth_settings=["BearerToken"],
+                    )
+                if errors:  # the token has expired and its plugin fails
+                    self.connect()  # fails, too, and says more, or has a new token
+                    raise ApiError(0, "the credentials had expired")
+                client = self.client
+            try:
+                timeouts = (min(CONNECT_SECONDS, timeout), timeout)
+                response = client.call_api(*request, _request_timeout=timeouts).response
+            except Exception as error:
+                METRICS.requested(method, 0)
+                if isinstance(error, ApiException):  # perhaps the certificates are out of date
+                    self.must_connect = True
+                raise
+            METRICS.requested(method, response.status)
+            if response.status < 300:
+                return response
+            with closing(response):
+                raise self.refusal(response)
+
+    def refusal(self, response: urllib3.BaseHTTPResponse) -> ApiError:
+        text = response.data.decode(errors="replace")
+        with suppress(ValueError, KeyError, TypeError):
+            text = json.loads(text)["message"]
+        if response.status == 401:
+            self.must_connect = True
+            text += ": the token or certificate is wrong or has expired; log in again"
+        return ApiError(response.status, text or f"HTTP status {response.status}")
+
+
+# ---------------------------------------------------------------- watching
+
+PAGE_ITEMS = 100  # in each page of a list
+RECONNECT_SECONDS = 8.0  # the longest wait between attempts to reach an API server that is down
+
+
+class Reflector:
+    """A cache of one resource, by key, that follows the API server.
+
+    Each subclass has a RESOURCE and a method changed(old, new), which queues the keys that a change
+    concerns. None stands for an object that does not exist.
+    """
+
+    QUERY = {"labelSelector": "managed-by=sked-controller"}
+
+    def __init__(self, operator: Operator, namespace: str) -> None:
+        self.operator = operator
+        self.path = path_to(self.RESOURCE, namespace)
+        self.name = self.path.rpartition("/")[2]
+        self.objects = {}  # what is kept of each, by key
+        self.filled = threading.Event()
+
+    def keep(self, obj: dict) -> Any:
+        """What the cache keeps of an object."""
+        return trimmed(obj)
+
+    def values(self) -> list:
+        """A snapshot of the cache."""
+        return list(self.objects.values())
+
+    def run(self) -> None:
+        version = ""  # to watch from; empty: list first
+        short_watches = 0  # in a row
+        while not self.operator.stop.is_set():
+            started = monotonic()
+            try:
+                if not version:
+                    version = self.list()
+                version = self.watch(version)
+            except ApiError as error:
+                version = ""
+                if error.status not in (404, 410):  # these are no fault: the next list will tell
+                    self.operator.faults.report(self.name, str(error))
+            except Exception:
+                version = ""
+                log.exception("%s: unexpected error in the watch loop", self.name)
+            if monotonic() > started + RECONNECT_SECONDS:
+                short_watches = 0
+                continue
+            # A watch that did not last counts as a failure: some proxies end each watch at once.
+            short_watches += 1
+            self.operator.stop.wait(backoff(short_watches, RECONNECT_SECONDS))
+
+    def list(self) -> str:
+        """List everything into the cache. Returns the version to watch from."""
+        items = {}
+        query = self.QUERY | {"limit": PAGE_ITEMS}
+        more = True
+        while more:
+            self.operator.beat()
+            try:
+                page = self.operator.api.request("GET", self.path, **query)
+            except ApiError as error:
+                if error.status != 404:
+                    raise
+                self.store({key: None for key in self.objects})  # without the CRD there are none
+                raise ApiError(
+                    0,
+                    f"the API server has no {self.name}: "
+                    "install the CRD with 'kubectl apply -f install.yaml'",
+                ) from None
+            for obj in page.get("items") or ():
+                items[key_of(obj)] = self.keep(obj)
+            more = query["continue"] = page["metadata"].get("continue")
+        deleted = {key: None for key in self.objects.keys() - items.keys()}
+        self.store(items | deleted)
+        self.filled.set()
+        return page["metadata"]["resourceVersion"]
+
+    def watch(self, version: str) -> str:
+        """Watch from a version on. Returns the last version seen.
+
+        Empty, so that run lists again, if not even a bookmark came: that is how some servers answer
+        a version from before they were restored from a backup.
+        """
+        last = ""
+        with self.operator.api.watch(self.path, **self.QUERY, resourceVersion=version) as events:
+            self.operator.faults.clear(self.name)
+            self.operator.beat()
+            for event in events:
+                self.operator.beat()
+                last = self.handle(event)
+        return last
+
+    def handle(self, event: dict) -> str:
+        """Apply one event of a watch. Returns its version."""
+        kind, obj = event["type"], event["object"]
+        if kind == "ERROR":
+            raise ApiError(obj["code"], obj["message"])
+        if kind != "BOOKMARK":
+            self.store({key_of(obj): None if kind == "DELETED" else self.keep(obj)})
+        return obj["metadata"]["resourceVersion"]
+
+    def store(self, items: dict) -> None:
+        """Keep all of them (None: deleted), then queue what changed."""
+        changes = [(self.objects.get(key), item) for key, item in items.items()]
+        for key, item in items.items():
+            if item:
+                self.objects[key] = item
+            else:
+                self.objects.pop(key, None)
+        for old, new in changes:
+            if old != new:
+                self.changed(old, new)
+
+
+def trimmed(obj: dict) -> dict:
+    """An object without what sked does not need."""
+    for entry in obj["metadata"].get("managedFields", ()):
+        entry.pop("fieldsV1", None)  # its largest part
+    obj.pop("apiVersion", None)  # a watch has these two, a list does not, and we know them
+    obj.pop("kind", None)
+    for part in ("spec", "status"):
+        if not isinstance(obj.get(part), dict):  # a lax CRD may allow anything
+            obj[part] = {}
+    return obj
+
+
+class SchedExts(Reflector):
+    RESOURCE = SCHEDEXTS
+    QUERY = {}
+
+    def changed(self, old: dict | None, new: dict | None) -> None:
+        """Queue the SchedExt and, if its claim to nodes is new or gone, those that yield to it.
+
+        What changes only its status, as our own writes do, can wait.
+        """
+        is_status = bool(old and new) and generation_of(old) == generation_of(new)
+        self.operator.queue.add(key_of(new or old), GATHER_SECONDS if is_status else 0.0)
+        if not self.filled.is_set() or (old and new and claim_of(old) == claim_of(new)):
+            return  # the first list queues everybody, or nobody else is concerned
+        # The losers leave a new winner's nodes at once, so that it finds the kernel free. They wait
+        # a moment before they return to the nodes of a deleted one: its pods may end by then.
+        delay = 0.0 if new else GATHER_SECONDS
+        for winner in filter(None, (old, new)):
+            for other in self.values():
+                if yields(other, winner):
+                    self.operator.queue.add(key_of(other), delay)
+
+
+def claim_of(schedext: dict) -> tuple:
+    """What others must know of a SchedExt."""
+    return precedence(schedext), selector_of(schedext), schedext["spec"].get("suspend")
+
+
+class DaemonSets(Reflector):
+    RESOURCE = DAEMONSETS
+
+    def changed(self, old: dict | None, new: dict | None) -> None:
+        """Queue its SchedExt, at once if someone else has edited the DaemonSet. The rest can wait,
+        even a deletion: the SchedExt may be gone, too, and its watch may not have said so."""
+        is_edit = bool(old and new) and stamp_of(new).generation != generation_of(new)
+        self.operator.queue.add(key_of(new or old), 0.0 if is_edit else GATHER_SECONDS)
+
+
+class Pods(Reflector):
+    RESOURCE = PODS
+
+    def keep(self, obj: dict) -> Pod | None:
+        """None if the pod is on its way out: it may run for a while, but no longer counts."""
+        if "deletionTimestamp" in obj["metadata"]:
+            return None
+        old = self.objects.get(key_of(obj))
+        try:
+            return read_pod(obj, old, monotonic())
+        except Exception:  # a pod that we cannot read must not stop the others
+            log.exception("%s/%s: unexpected error in reading this pod", *key_of(obj))
+            return old
+
+    def changed(self, old: Pod | None, new: Pod | None) -> None:
+        self.operator.queue.add((new or old).key, GATHER_SECONDS)
+
+
+# ---------------------------------------------------------------- the queue
+
+RETRY_SECONDS = 300.0  # the longest wait before retrying what fails, or what others keep undoing
+
+
+class WorkQueue:
+    """Keys to work on. A key is queued at most once, and only one worker has it at a time."""
+
+    def __init__(self) -> None:
+        self.due = {}  # when, by key
+        self.busy = set()
+        self.failures = {}  # by key: their kind, and how many in a row
+        self.closed = False
+        self.condition = threading.Condition()
+
+    def add(self, key: Key, after: float = 0.0) -> None:
+        """Work on a key after this many seconds (inf: never), or sooner if it is due sooner."""
+        with self.condition:
+            when = monotonic() + after
+            if when < self.due.get(key, inf) and not self.closed:
+                self.due[key] = when
+                self.condition.notify()
+
+    def get(self, beat: Callable[[], None]) -> Key | None:
+        """Wait for a key that is due; None once the queue is closed. Calls beat now and then."""
+        with self.condition:
+            while not self.closed:
+                beat()
+                key, wait = self.next()
+                if key:
+                    del self.due[key]
+                    self.busy.add(key)
+                    self.condition.notify()  # wake another worker to wait for the next key
+                    return key
+                self.condition.wait(wait)
+        return None
+
+    def next(self) -> tuple[Key | None, float]:
+        """A key that is due, or None and for how long to wait."""
+        now = monotonic()
+        wait = REQUEST_SECONDS
+        for key, when in self.due.items():
+            if key not in self.busy:
+                if when <= now:
+                    return key, 0.0
+                wait = min(wait, when - now)
+        return None, wait
+
+    def succeeded(self, key: Key, look_again: float) -> None:
+        self.failures.pop(key, None)
+        self.done(key, look_again)
+
+    def failed(self, key: Key, kind: str, longest_wait: float) -> None:
+        """Work on the key again, later each time. Another kind of failure starts afresh."""
+        failures = self.attempts(key, kind) + 1
+        self.failures[key] = kind, failures
+        self.done(key, backoff(failures, longest_wait))
+
+    def done(self, key: Key, look_again: float) -> None:
+        with self.condition:
+            self.busy.remove(key)
+            self.add(key, look_again)
+            self.condition.notify()  # the key may be due again, or close() may be waiting
+
+    def has_failed(self, key: Key) -> bool:
+        return key in self.failures
+
+    def attempts(self, key: Key, kind: str) -> int:
+        """How often a key has failed in this way in a row."""
+        last_kind, failures = self.failures.get(key, ("", 0))
+        return failures if kind == last_kind else 0
+
+    def depth(self) -> int:
+        """How many keys wait for a worker."""
+        with self.condition:
+            now = monotonic()
+            return sum(when <= now for when in self.due.values())
+
+    def close(self, timeout: float) -> bool:
+        """Hand out no more keys. Returns whether all work on them ends within the timeout."""
+        with self.condition:
+            self.closed = True
+            self.due.clear()
+            self.condition.notify_all()
+            return self.condition.wait_for(lambda: not self.busy, timeout)
+
+
+# ---------------------------------------------------------------- what the process remembers
+
+QUICK_REPAIRS = 6  # made at once; after that it is a fight, and sked pauses between repairs
+QUIET_SECONDS = 60.0  # after this long without a repair, a fight is over
+
+
+class Memory:
+    """What sked remembers of one SchedExt. A restart loses it, and nothing goes wrong."""
+
+    def __init__(self, schedext_uid: str) -> None:
+        self.schedext_uid = schedext_uid
+        self.is_first_look = True  # until the DaemonSet has been as it should be once
+        # the DaemonSet, as we last wrote it or found it as it should be
+        self.uid = ""
+        self.generation = 0
+        self.stamp = NO_STAMP
+        self.stamp_sticks = True  # False if something strips the stamp from what we write
+        # others who keep changing it
+        self.repairs = 0  # in a row
+        self.next_repair = 0.0  # the earliest time for another one
+        self.drift = ""  # what the last one undid; empty if nothing that is ours
+        # the rest
+        self.refusals = 0  # of the DaemonSet by the API server, in a row
+        self.next_status = 0.0  # the earliest time for a write of the status
+        self.counts: tuple = ()  # of the DaemonSet's pods, as last seen
+        self.counts_since = 0.0
+        self.has_warned = False  # since it was last ready
+
+    def wrote(self) -> None:
+        """Note a write, of the DaemonSet or of the status."""
+        self.next_status = monotonic() + GATHER_SECONDS
+
+    def saw(self, daemonset: dict) -> None:
+        """Note a DaemonSet that is as it should be."""
+        self.uid = daemonset["metadata"]["uid"]
+        self.generation = generation_of(daemonset)
+        self.stamp = stamp_of(daemonset)
+        self.refusals = 0
+
+    def caught_up(self) -> None:
+        """Note that the DaemonSet is as it should be, stamp included."""
+        self.is_first_look = False
+
+    def wrote_daemonset(self, answer: dict, stamp: Stamp) -> None:
+        """Note the API server's answer to a write of the DaemonSet with this stamp."""
+        self.wrote()
+        self.saw(answer)
+        self.stamp_sticks = self.stamp == stamp
+        self.stamp = stamp
+
+    def is_ahead_of(self, daemonset: dict) -> bool:
+        """Whether this copy of the DaemonSet is older than our last write."""
+        is_same = daemonset["metadata"]["uid"] == self.uid
+        return is_same and generation_of(daemonset) < self.generation
+
+    def with_our_stamp(self, daemonset: dict) -> dict:
+        """The DaemonSet with the stamp that we gave it, if another client removed or copied that.
+
+        Then the generation is 0, so that plan puts it right, unless that is of no use.
+        """
+        stamp = stamp_of(daemonset)
+        if daemonset["metadata"]["uid"] != self.uid:
+            # If there was one before, this one may be its edited copy.
+            return with_stamp(daemonset, stamp._replace(generation=0)) if self.uid else daemonset
+        if not self.stamp_sticks:
+            return with_stamp(daemonset, self.stamp)
+        if stamp == NO_STAMP:
+            return with_stamp(daemonset, self.stamp._replace(generation=0))
+        return daemonset
+
+    def check_pace(self) -> None:
+        """Raise Blocked if it is too soon for another repair.
+
+        Another controller, webhook or script may keep setting another value. sked never gives up,
+        but it waits longer each time, until no repair has been needed for a minute.
+        """
+        wait = self.next_repair - monotonic()
+        if wait > 0 and self.drift:
+            message = "the DaemonSet is being changed again and again, and sked is backing off"
+            raise Blocked("RollingOut", f"{message}; the last time, {self.drift}", wait)
+        if wait > 0:
+            raise Blocked("", "only the stamp is out of date", wait)
+
+    def repaired(self, drift: str) -> None:
+        """Note what our last write undid; empty if that was nothing that is ours."""
+        now = monotonic()
+        if now > self.next_repair + QUIET_SECONDS:
+            self.repairs = 0
+        self.repairs += 1
+        self.drift = drift
+        self.next_repair = now
+        if self.repairs > QUICK_REPAIRS:
+            self.next_repair += backoff(self.repairs - QUICK_REPAIRS, RETRY_SECONDS)
+
+    def ended_fight(self) -> None:
+        """Note that our last write was something new."""
+        self.repairs = 0
+        self.next_repair = 0.0
+
+    def note_counts(self, counts: tuple, was_failing: bool) -> float:
+        """Note the counts. Returns for how many seconds they have been the same.
+
+        If the status says NodesFailing at the first look, they have been for long enough: a restart
+        of sked does not hide a failure for 10 s.
+        """
+        now = monotonic()
+        if counts != self.counts:
+            is_first_look = not self.counts
+            self.counts = counts
+            self.counts_since = now - SETTLE_SECONDS if is_first_look and was_failing else now
+        return now - self.counts_since
+
+
+# ---------------------------------------------------------------- reconcile
+
+WORKERS = 4  # enough to hide the API server's latency
+STUCK_SECONDS = 360.0  # a thread that shows no sign of life for this long is stuck
+FINISH_SECONDS = 0.8  # for the work under way when we are told to stop
+EVENT_SECONDS = 0.9  # for sending an event, so that one that hangs does not delay the status
+PATIENCE = 4  # how many failures in a row may pass by themselves; one more is reported
+
+
+class Faults:
+    """What keeps reflectors, keys and the lease from reaching the API server, by name."""
+
+    def __init__(self) -> None:
+        self.messages = {}
+        self.lock = threading.Lock()
+
+    def report(self, who: str, message: str) -> None:
+        """Log a fault, unless it is known already."""
+        with self.lock:
+            if message not in self.messages.values():
+                log.warning("%s; trying again", message)
+            self.messages[who] = message
+
+    def clear(self, who: str) -> None:
+        """Note that a request has succeeded, and log it if that was the last fault."""
+        with self.lock:
+            if self.messages.pop(who, None) and not self.messages:
+                log.info("requests to the API server succeed again")
+
+
+class Operator:
+    """The caches, the queue, and the work on one key."""
+
+    def __init__(self, api: Api, namespace: str = "", elector: Elector | None = None) -> None:
+        self.api = api
+        self.elector = elector
+        self.stop = threading.Event()
+        self.queue = WorkQueue()
+        self.memories = {}  # by key
+        self.beats = {}  # the last sign of life, by thread
+        self.faults = Faults()
+        self.schedexts = SchedExts(self, namespace)
+        self.daemonsets = DaemonSets(self, namespace)
+        self.pods = Pods(self, namespace)
+        self.reflectors = (self.schedexts, self.daemonsets, self.pods)
+
+    def run(self) -> None:
+        """Work until stop is set."""
+        self.start()
+        self.stop.wait()
+        self.queue.close(FINISH_SECONDS)
+
+    def start(self) -> None:
+        for reflector in self.reflectors:
+            spawn(reflector.run, reflector.name)
+        for n in range(WORKERS):
+            spawn(self.work, f"worker-{n}")
+
+    def is_ready(self) -> bool:
+        return all(reflector.filled.is_set() for reflector in self.reflectors)
+
+    def leads(self) -> bool:
+        return not self.elector or self.elector.leads()
+
+    def beat(self) -> None:
+        """A sign of life of the thread that calls it."""
+        self.beats[threading.current_thread()] = monotonic()
+
+    def silent_threads(self) -> list[str]:
+        oldest = monotonic() - STUCK_SECONDS
+        beats = self.beats.copy()
+        return sorted(t.name for t in beats if beats[t] < oldest or not t.is_alive())
+
+    def work(self) -> None:
+        while not self.is_ready() and not self.stop.is_set():
+            for reflector in self.reflectors:
+                reflector.filled.wait(1.0)
+        while key := self.queue.get(self.beat):
+            self.process(key)
+
+    def process(self, key: Key) -> None:
+        """Reconcile a key and queue it again. All errors end here."""
+        started = monotonic()
+        who = "/".join(key)
+        result = "error"
+        try:
+            look_again = self.reconcile(key)
+        except ApiError as error:
+            if error.is_outage():  # logged once, however many keys it affects
+                self.faults.report(who, str(error))
+                self.queue.failed(key, "outage", RECONNECT_SECONDS)
+            else:
+                refusals = self.queue.attempts(key, "refusal")
+                is_cache_behind = error.status in (404, 409)
+                result = "requeue" if is_cache_behind else "error"
+                if refusals >= PATIENCE:
+                    self.faults.report(who, f"{who}: {error}")
+                # The next attempt asks for the DaemonSet itself, so the first can follow at once.
+                at_once = is_cache_behind and not refusals
+                self.queue.failed(key, "refusal", 0.0 if at_once else BLOCKED_SECONDS)
+        except Exception:
+            log.exception("%s: unexpected error", who)
+            self.queue.failed(key, "bug", RETRY_SECONDS)
+        else:
+            result = "success"
+            self.faults.clear(who)
+            self.queue.succeeded(key, look_again)
+        METRICS.reconciled(result, monotonic() - started)
+
+    def reconcile(self, key: Key) -> float:
+        """Make the DaemonSet and the status of one SchedExt what they should be.
+
+        A pass writes the DaemonSet or the status, never both. Returns the seconds until another
+        look is due.
+        """
+        schedext = self.schedexts.objects.get(key)
+        if not schedext or "deletionTimestamp" in schedext["metadata"]:
+            # There is no finalizer: the owner reference makes the garbage collector clean up.
+            if self.memories.pop(key, None):
+                log.info("%s/%s: deleted; the garbage collector will delete its DaemonSet", *key)
+            return inf
+        uid = schedext["metadata"]["uid"]
+        if key not in self.memories or self.memories[key].schedext_uid != uid:
+            self.memories[key] = Memory(uid)
+        try:
+            observed = self.observe(key, schedext)
+        except SchedExtGone:
+            return BLOCKED_SECONDS  # the watch will say so sooner
+        blocked = None
+        try:
+            target = plan(observed)
+            if target:
+                self.write_daemonset(key, observed, target)
+                return GATHER_SECONDS  # the status follows when the controller has had a moment
+            self.memories[key].saw(observed.daemonset)
+            self.memories[key].caught_up()
+        except InvalidSpec as error:
+            blocked = Blocked("Rejected", str(error), look_again=inf)  # until somebody edits it
+        except Blocked as error:
+            blocked = error
+        return self.update_status(key, observed, blocked)
+
+    def observe(self, key: Key, schedext: dict) -> Observed:
+        """What there is. Raises SchedExtGone if the SchedExt is not there any more."""
+        memory = self.memories[key]
+        daemonset = self.find_daemonset(key, schedext)
+        pods = []
+        if daemonset:
+            daemonset = memory.with_our_stamp(daemonset)
+            uid = daemonset["metadata"]["uid"]
+            pods = [pod for pod in self.pods.values() if pod.daemonset_uid == uid]
+        winners = [other for other in self.schedexts.values() if yields(schedext, other)]
+        return Observed(schedext, daemonset, pods, winners, memory.is_first_look)
+
+    def find_daemonset(self, key: Key, schedext: dict) -> dict | None:
+        """The DaemonSet, or None.
+
+        Usually the cache knows. We ask the API server after a failure, when the cache is older than
+        our own last write, when a DaemonSet that we made is missing (it may only have lost our
+        label), and when it has no owner. If it is then to be created or adopted, we make sure that
+        the SchedExt still exists: its deletion may not have reached the watch.
+        """
+        memory = self.memories[key]
+        found = self.daemonsets.objects.get(key)
+        if found:
+            is_doubtful = not controller_of(found) or memory.is_ahead_of(found)
+        else:
+            is_doubtful = bool(schedext["status"] or memory.uid)
+        if not is_doubtful and not self.queue.has_failed(key):
+            return found
+        found = self.api.get(path_to(DAEMONSETS, *key))
+        if not found or not controller_of(found):
+            self.check_existence(key, schedext)
+        return trimmed(found) if found else None
+
+    def check_existence(self, key: Key, schedext: dict) -> None:
+        """Raise SchedExtGone if the SchedExt has been deleted, or is another one by now."""
+        found = self.api.get(path_to(SCHEDEXTS, *key))
+        there = found["metadata"] if found else {}
+        if there.get("uid") != schedext["metadata"]["uid"] or "deletionTimestamp" in there:
+            raise SchedExtGone
+
+    def write_daemonset(self, key: Key, observed: Observed, target: dict) -> None:
+        """Write what is planned, report it, and correct the stamp if that foresaw another
+        generation: our spelling meant what was there, or an edit was undone.
+        """
+        schedext, have, memory = observed.schedext, observed.daemonset, self.memories[key]
+        if have:
+            is_drift = is_repair(have, target)
+        else:  # someone has deleted it, if there was one
+            is_drift = bool(memory.uid or schedext["status"].get("nodes", {}).get("desired"))
+        if is_drift:
+            memory.check_pace()
+        answer = self.apply(key, have, target)
+        stamp = stamp_of(target)
+        try:
+            if generation_of(answer) != stamp.generation:
+                stamp = stamp._replace(generation=generation_of(answer))
+                self.apply(key, answer, with_stamp(answer, stamp))
+        finally:
+            self.report_write(key, observed, answer, is_drift)
+        memory.caught_up()
+
+    def apply(self, key: Key, have: dict | None, target: dict) -> dict:
+        """Create or patch the DaemonSet. Raises Blocked if a refusal belongs in the status."""
+        memory = self.memories[key]
+        try:
+            if have:
+                answer = self.patch(path_to(DAEMONSETS, *key), have, target)
+            else:
+                answer = trimmed(self.write("POST", path_to(DAEMONSETS, key[0]), target))
+        except ApiError as error:
+            self.check_refusal(key, error)
+            raise
+        used_to_stick = memory.stamp_sticks
+        memory.wrote_daemonset(answer, stamp_of(target))
+        if used_to_stick and not memory.stamp_sticks:
+            message = "something removes the annotation %s; sked remembers it until it restarts"
+            log.warning(f"%s/%s: {message}", *key, STAMP)
+        return answer
+
+    def check_refusal(self, key: Key, error: ApiError) -> None:
+        """Raise Blocked if a refusal of the DaemonSet belongs in the status.
+
+        It does not if it says nothing about the DaemonSet: the API server is down or busy, a cache
+        is behind, or the namespace is being deleted and its SchedExts are about to go. Others may
+        pass, too, as when a role is being bound, unless what we sent is wrong.
+        """
+        is_ending = "is being terminated" in str(error)
+        if error.is_outage() or error.status in (404, 409, 429) or is_ending:
+            return
+        memory = self.memories[key]
+        memory.refusals += 1
+        if error.status in (400, 422) or memory.refusals > PATIENCE:
+            message = f"cannot apply the DaemonSet: {str(error)[:1000]}"
+            raise Blocked("Rejected", message, backoff(memory.refusals, BLOCKED_SECONDS))
+
+    def report_write(self, key: Key, observed: Observed, answer: dict, is_drift: bool) -> None:
+        """Log a write of the DaemonSet, and send an event about what it undid."""
+        have, memory = observed.daemonset, self.memories[key]
+        changes = changed_fields(have, answer) if have else []
+        if not is_drift:
+            memory.ended_fight()
+            deed = f"changed {', '.join(changes)} of" if changes else "took note of"
+            log.info("%s/%s: %s the DaemonSet", *key, deed if have else "created")
+            return
+        if have and stamp_of(have).generation == 0:  # see with_our_stamp
+            changes.append(f"metadata.annotations.{STAMP}")
+        drift = ""
+        if not have:
+            drift = "the DaemonSet was deleted; sked has created it again"
+        elif changes:  # else only what is not ours
+            drift = f"{last_editor(have)} changed {', '.join(changes)}; sked has reverted it"
+        memory.repaired(drift)
+        if not drift or memory.repairs > QUICK_REPAIRS + 1:
+            return  # there is nothing to tell, or it is a fight: then the status tells about it
+        if memory.repairs > QUICK_REPAIRS:
+            drift += f" {memory.repairs} times and is backing off"
+        log.warning("%s/%s: %s", *key, drift)
+        self.send_event(observed.schedext, "Warning", "DriftUndone", drift)
+
+    def update_status(self, key: Key, observed: Observed, blocked: Blocked | None) -> float:
+        """Write the status if it differs. Returns the seconds until another look is due."""
+        schedext, daemonset, memory = observed.schedext, observed.daemonset, self.memories[key]
+        was_failing = condition(schedext["status"], "Ready").get("reason") == "NodesFailing"
+        counts = counts_of(daemonset) if daemonset else ()
+        steady = memory.note_counts(counts, was_failing)
+        summary = summarize(observed, steady, monotonic())
+        status = build_status(observed, summary, blocked, timestamp())
+        if status != schedext["status"]:
+            wait = memory.next_status - monotonic()
+            if wait > 0:
+                return wait  # so that a rollout does not write the status for every pod
+            path = path_to(SCHEDEXTS, *key, "status")
+            self.patch(path, schedext, schedext | {"status": status})
+            memory.wrote()
+            self.report_status(key, schedext, status)
+        return max(
+            GATHER_SECONDS, next_change_in(summary, steady, blocked)
+        )  # not at once: no busy loop
+
+    def report_status(self, key: Key, schedext: dict, status: dict) -> None:
+        """Log a new reason, and send an event if a person wants to be told."""
+        memory, ready = self.memories[key], condition(status, "Ready")
+        reason, message = ready["reason"], ready["message"]
+        old_reason = condition(schedext["status"], "Ready").get("reason")
+        if reason == old_reason:
+            return
+        memory.has_warned |= old_reason in WARNINGS  # after a restart, only the status knows
+        if reason in WARNINGS:
+            memory.has_warned = True
+            log.warning("%s/%s: %s: %s", *key, reason, message)
+            self.send_event(schedext, "Warning", reason, message)
+            return
+        log.info("%s/%s: %s: %s", *key, reason, message)
+        if reason == "AllReady" and memory.has_warned:
+            memory.has_warned = False
+            self.send_event(schedext, "Normal", reason, message)
+
+    def send_event(self, schedext: dict, kind: str, reason: str, message: str) -> None:
+        """A failure is ignored: the log and the status say much the same."""
+        path = path_to(EVENTS, schedext["metadata"]["namespace"])
+        event = build_event(schedext, kind, reason, message, timestamp())
+        with suppress(ApiError):
+            self.write("POST", path, event, EVENT_SECONDS)
+
+    def patch(self, path: str, before: dict, after: dict) -> dict:
+        """The object, patched. The API server answers 409 if anything has changed it since."""
+        patch = merge_patch(before, after)
+        meta = patch.setdefault("metadata", {})
+        meta["resourceVersion"] = before["metadata"]["resourceVersion"]
+        return trimmed(self.write("PATCH", path, patch))
+
+    def write(self, method: str, path: str, body: dict, timeout: float | None = None) -> dict:
+        """The answer to a write. A leader that has lost its lease exits instead."""
+        if self.elector:
+            self.elector.exit_if_lost()
+        # Skipping field validation spares the API server a second decoding.
+        return self.api.request(method, path, body, timeout, fieldValidation="Ignore")
+
+
+def spawn(run: Callable[[], None], name: str) -> threading.Thread:
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+# ---------------------------------------------------------------- the lease
+
+LEASE_NAME = "b4c95cb3.schedkit.io"  # the Go operator's, so that the two never act at once
+LEASE_SECONDS = 15
+RENEW_SECONDS = 2.0
+RENEW_REQUEST_SECONDS = 4.0
+RENEW_DEADLINE_SECONDS = 10.0  # a leader that has not renewed for this long exits
+
+
+class Elector:
+    """Holds the Lease. Another replica's has expired once it has not changed for its duration."""
+
+    def __init__(self, api: Api, namespace: str) -> None:
+        self.api = api
+        self.path = path_to(LEASES, namespace, LEASE_NAME)
+        self.identity = f"{socket.gethostname()}_{uuid.uuid4()}"
+        self.lease = self.no_lease = {"metadata": {"name": LEASE_NAME, "namespace": namespace}}
+        self.is_current = False  # True after our own PUT: then the next renewal needs no GET
+        self.observed_at = 0.0  # when the lease was seen to change
+        self.renewed_at: float | None = None  # when we sent the last PUT that succeeded
+        self.has_led = False
+
+    def leads(self) -> bool:
+        if self.renewed_at is None:
+            return False
+        return monotonic() < self.renewed_at + RENEW_DEADLINE_SECONDS
+
+    def exit_if_lost(self) -> None:
+        """Exit if we led and may have lost the lease: we may have been held up."""
+        if self.has_led and not self.leads():
+            log.critical("the lease is lost: another replica may lead now")
+            os._exit(1)
+
+    def run(self, operator: Operator) -> None:
+        """Take the lease when it is free, start the operator, renew, and hand over at the end."""
+        log.info("waiting for the lease as %s", self.identity)
+        while not operator.stop.is_set():
+            operator.beat()
+            try:
+                self.take()
+                operator.faults.clear("lease")
+            except ApiError as error:
+                self.is_current = False
+                if error.status != 409:  # which means that another replica was faster
+                    operator.faults.report("lease", str(error))
+            self.exit_if_lost()
+            if self.leads() and not self.has_led:
+                self.has_led = True
+                log.info("leading")
+                operator.start()
+            operator.stop.wait(RENEW_SECONDS)
+        if operator.queue.close(FINISH_SECONDS) and self.leads():
+            spec = self.lease["spec"] | {"holderIdentity": "", "leaseDurationSeconds": 1}
+            with suppress(ApiError):
+                self.put(spec, timeout=0.6)
+
+    def take(self) -> None:
+        """Take or renew the lease if it is free or ours."""
+        if not self.is_current or not self.leads():
+            lease = self.api.get(self.path, timeout=RENEW_REQUEST_SECONDS) or self.no_lease
+            if lease != self.lease:
+                self.lease = lease
+                self.observed_at = monotonic()
+        sent_at = monotonic()
+        now = timestamp("%Y-%m-%dT%H:%M:%S.%fZ")
+        spec = self.lease.get("spec") or {}
+        holder = spec.get("holderIdentity")
+        if holder != self.identity:
+            self.renewed_at = None
+            expires_at = self.observed_at + spec.get("leaseDurationSeconds", LEASE_SECONDS)
+            if holder and sent_at < expires_at:
+                return
+            changes_of_hands = spec["leaseTransitions"] + 1 if "leaseTransitions" in spec else 0
+            spec = spec | {"acquireTime": now, "leaseTransitions": changes_of_hands}
+        ours = {"holderIdentity": self.identity, "leaseDurationSeconds": LEASE_SECONDS}
+        self.put(spec | ours | {"renewTime": now}, RENEW_REQUEST_SECONDS)
+        self.is_current = True
+        self.renewed_at = sent_at
+
+    def put(self, spec: dict, timeout: float) -> None:
+        """PUT also creates the Lease. If there is one, its resourceVersion makes the PUT fail when
+        another replica was faster."""
+        self.lease = self.api.request("PUT", self.path, self.lease | {"spec": spec}, timeout)
+
+
+# ---------------------------------------------------------------- health and metrics pages
+
+Page = tuple[int, str]  # HTTP status and text
 
 
 @functools.lru_cache(100)
@@ -2012,7 +2152,7 @@ def metrics(operator: Operator) -> Page:
         f'leader_election_master_status{{name="{LEASE_NAME}"}}': operator.leads(),
         f'sked_build_info{{version="{__version__}"}}': 1,
     }
-    for schedext in list(operator.schedexts.values()):
+    for schedext in operator.schedexts.values():
         namespace, name = key_of(schedext)
         labels = f'namespace="{namespace}",name="{name}"'
         if reason := condition(schedext["status"], "Ready").get("reason"):
@@ -2041,12 +2181,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if not page:
             return 404, "not found"
         if server.certificate:
+            header = self.headers.get("Authorization", "")
             try:
-                status = review(
-                    server.operator.api,
-                    self.headers.get("Authorization", ""),
-                    int(monotonic() // 60),
-                )
+                status = review(server.operator.api, header, minute=int(monotonic() // 60))
             except ApiError as error:
                 return 503, str(error)
             if status != 200:
@@ -2071,7 +2208,6 @@ class Server(http.server.ThreadingHTTPServer):
         self.operator = operator
         self.pages = pages
         self.certificate = certificate  # the directory of tls.crt and tls.key, if it is HTTPS
-        self.held = []  # the connections, the oldest first
         super().__init__((host.strip("[]"), int(port)), Handler)
         spawn(self.serve_forever, address)
 
@@ -2081,19 +2217,6 @@ class Server(http.server.ThreadingHTTPServer):
             tls = server_tls(self.certificate)
             connection = tls.wrap_socket(connection, True, do_handshake_on_connect=False)
         return connection, address
-
-    def process_request(self, request: socket.socket, client_address: Any) -> None:
-        """Answer in a new thread. If there are too many connections, drop the oldest."""
-        if len(self.held) >= MAX_CONNECTIONS:
-            with suppress(OSError):
-                self.held.pop(0).shutdown(socket.SHUT_RDWR)
-        self.held.append(request)
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: socket.socket) -> None:
-        with suppress(ValueError):  # it was dropped
-            self.held.remove(request)
-        super().shutdown_request(request)
 
     def handle_error(self, *_: Any) -> None:
         log.debug("a connection failed", exc_info=True)
@@ -2133,59 +2256,41 @@ STOP_SECONDS = 1.8  # from SIGTERM to exit, whatever is under way
 def load_configuration(path: str | None, context: str | None) -> Configuration:
     """The flag, else $KUBECONFIG, else the pod's own (unless --context), else ~/.kube/config."""
     configuration = Configuration()
-    variable = os.environ.get("KUBECONFIG")
-    if not (path or variable or context) and "KUBERNETES_SERVICE_HOST" in os.environ:
+    path = path or os.environ.get("KUBECONFIG")
+    if not (path or context) and "KUBERNETES_SERVICE_HOST" in os.environ:
         kubeconfig.load_incluster_config(configuration)
         return configuration
-    if path:
-        hint = "check --kubeconfig"
-    elif variable:
-        hint = "check $KUBECONFIG"
-    else:
-        hint = "name one with --kubeconfig or $KUBECONFIG"
-    path = path or variable or "~/.kube/config"
-    files = [f for f in map(os.path.expanduser, path.split(os.pathsep)) if os.path.exists(f)]
-    if not files:
-        raise ValueError(f"no kubeconfig at {path}: {hint}")
-    context, contexts = read_contexts(files, context, hint)
-    if not contexts:
-        raise ValueError(f"{path} is not a kubeconfig, or has no contexts: {hint}")
-    if context not in contexts:
-        problem = f"has no context {context!r}" if context else "has no current-context"
-        raise ValueError(f"{path} {problem}: choose one with --context ({', '.join(contexts)})")
-    kubeconfig.load_kube_config(
-        os.pathsep.join(files), context, configuration, persist_config=False
-    )
+    path = path or "~/.kube/config"
+    try:
+        merger = KubeConfigMerger(path)
+        if not merger.config:
+            raise ValueError("there is no such file")
+        # As for kubectl, the first file that has a current-context decides.
+        contexts = [file.get("current-context") for file in merger.config_files.values()]
+        context = context or next(filter(None, contexts), None)
+        loader = KubeConfigLoader(merger.config, context, config_base_path=None)
+        with package_errors() as errors:
+            loader.load_and_set(configuration)
+    except Exception as error:  # the package raises anything if a file is no kubeconfig
+        hint = "choose another one with --kubeconfig, $KUBECONFIG or --context"
+        raise ValueError(f"cannot use the kubeconfig {path}: {error}; {hint}") from None
+    if errors:
+        user = merger.config["users"].get_with_name(loader.current_context["context"]["user"])[
+            "user"
+        ]
+        plugin = user["exec"]["command"]
+        raise ApiError(0, f"the kubeconfig's credential plugin {plugin!r} failed: {errors[0]}")
     return configuration
 
 
-def read_contexts(files: list[str], context: str | None, hint: str) -> tuple[str | None, list[str]]:
-    """The context to use, and all that there are. As for kubectl, the first file that has a
-    current-context decides."""
-    contexts = []
-    for file in files:
-        content = next(iter(read_yaml(file)), None) or {}
-        try:
-            context = context or content.get("current-context")
-            contexts += [str(each["name"]) for each in content.get("contexts") or ()]
-        except (AttributeError, KeyError, TypeError):
-            raise ValueError(f"{file} is not a kubeconfig: {hint}") from None
-    return context and str(context), contexts
-
-
 def read_yaml(file: str) -> list:
-    """The documents in a YAML file (-: stdin). An error names the file and, if it can, the line."""
+    """The documents in a YAML file (-: stdin)."""
     name = "stdin" if file == "-" else file
     try:
         with open(0 if file == "-" else file, "rb") as stream:
             return list(yaml.safe_load_all(stream.read()))
     except OSError as error:
         raise OSError(f"cannot read {name}: {error.strerror}") from None
-    except yaml.reader.ReaderError:
-        raise ValueError(f"{name} is not text: check that it is the right file") from None
-    except yaml.MarkedYAMLError as error:
-        place = f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
-        raise ValueError(f"{name} is not valid YAML: {error.problem} at {place}") from None
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{name} is not valid YAML: {error}") from None
 
@@ -2200,14 +2305,17 @@ def render(file: str) -> str:
     source = "stdin" if file == "-" else file
     if not schedexts:
         raise ValueError(f"{source} has no object of kind SchedExt")
-    daemonsets = []
     for schedext in schedexts:
         try:
-            daemonsets.append(build_daemonset(schedext, schedexts))
+            check_spec(schedext)
         except InvalidSpec as error:
             meta = schedext.get("metadata")
-            name = meta.get("name") if isinstance(meta, dict) else ""
+            name = meta.get("name") if isinstance(meta, dict) else None
             raise ValueError(f"{source}: SchedExt {name or '?'}: {error}") from None
+    try:
+        daemonsets = [build_daemonset(schedext, schedexts) for schedext in schedexts]
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{source}: {error}") from None
     return yaml.safe_dump_all(daemonsets, sort_keys=False)
 
 
@@ -2226,60 +2334,25 @@ def go_address(text: str) -> str:
     return text
 
 
-def log_level(text: str) -> str:
-    if not isinstance(logging.getLevelName(text.upper()), int):
-        raise argparse.ArgumentTypeError(f"{text!r} is not debug, info, warning or error")
-    return text.upper()
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "sked", description=__doc__.partition("\n")[0], allow_abbrev=False
     )
     flag = parser.add_argument
     switch = {"nargs": "?", "const": True, "type": go_bool, "metavar": "BOOL"}
+    address = {"type": go_address, "metavar": "ADDRESS"}
     flag("--kubeconfig", metavar="FILE", help="default: $KUBECONFIG, the pod's own, ~/.kube/config")
     flag("--context", help="use this context of the kubeconfig")
     flag("--namespace", default="", help="watch this namespace only")
     flag("--render", metavar="FILE", help="print its SchedExts as DaemonSets (-: stdin)")
     flag("--leader-elect", default=False, help="work only while holding the lease", **switch)
-    flag(
-        "--leader-election-namespace",
-        metavar="NAMESPACE",
-        help="where the lease is (default: the pod's own)",
-    )
-    flag(
-        "--health-probe-bind-address",
-        default=":8081",
-        type=go_address,
-        metavar="ADDRESS",
-        help="where to serve /healthz and /readyz; 0: nowhere (default: :8081)",
-    )
-    flag(
-        "--metrics-bind-address",
-        default="0",
-        type=go_address,
-        metavar="ADDRESS",
-        help="where to serve /metrics, such as :8443; 0: nowhere (default: 0)",
-    )
-    flag(
-        "--metrics-secure",
-        default=True,
-        help="serve /metrics over HTTPS, to authorized callers only (default: true)",
-        **switch,
-    )
-    flag(
-        "--metrics-cert-dir",
-        metavar="DIR",
-        help="where tls.crt and tls.key for /metrics are (default: self-signed)",
-    )
-    flag(
-        "--log-level",
-        default="info",
-        type=log_level,
-        metavar="LEVEL",
-        help="debug, info (default), warning or error",
-    )
+    flag("--leader-election-namespace", metavar="NAMESPACE", help="default: the pod's own")
+    flag("--health-probe-bind-address", default=":8081", help="default: :8081; 0: none", **address)
+    flag("--metrics-bind-address", default="0", help="default: 0, which is none", **address)
+    flag("--metrics-secure", default=True, help="HTTPS, for authorized callers only", **switch)
+    flag("--metrics-cert-dir", metavar="DIR", help="has tls.crt, tls.key (default: self-signed)")
+    levels = ("debug", "info", "warning", "error")
+    flag("--log-level", default="info", type=str.lower, choices=levels, help="default: info")
     for name in (  # the Go operator's, without effect: our log has one form, and we speak HTTP/1.1
         "enable-http2",
         "zap-devel",
@@ -2302,28 +2375,24 @@ def pod_namespace() -> str:
         raise ValueError(message) from None
 
 
-def listen(flag: str, address: str, *server: Any) -> None:
-    """Start a Server, or say which flag chooses another address."""
-    try:
-        Server(address, *server)
-    except OSError as error:
-        problem = f"cannot listen on {address}: {error.strerror}"
-        raise OSError(f"{problem}; choose another address with {flag}, or 0 for none") from None
-
-
 def serve(args: argparse.Namespace, operator: Operator) -> None:
     """Start the HTTP servers that are asked for."""
-    if args.health_probe_bind_address != "0":
-        pages = {"/healthz": healthz, "/readyz": readyz}
-        listen("--health-probe-bind-address", args.health_probe_bind_address, operator, pages)
-    if args.metrics_bind_address == "0":
-        return
-    certificate = ""
-    if args.metrics_secure:
-        certificate = args.metrics_cert_dir or self_signed()
-        server_tls(certificate)  # so that a bad one shows at the start
-    pages = {"/metrics": metrics}
-    listen("--metrics-bind-address", args.metrics_bind_address, operator, pages, certificate)
+    health = {"/healthz": healthz, "/readyz": readyz}
+    servers = [("--health-probe-bind-address", args.health_probe_bind_address, health, "")]
+    if args.metrics_bind_address != "0":
+        certificate = ""
+        if args.metrics_secure:
+            certificate = args.metrics_cert_dir or self_signed()
+            server_tls(certificate)  # so that a bad one shows at the start
+        pages = {"/metrics": metrics}
+        servers.append(("--metrics-bind-address", args.metrics_bind_address, pages, certificate))
+    for flag, address, pages, certificate in servers:
+        try:
+            if address != "0":
+                Server(address, operator, pages, certificate)
+        except OSError as error:
+            problem = f"cannot listen on {address}: {error.strerror}"
+            raise OSError(f"{problem}; choose another address with {flag}, or 0") from None
 
 
 def run(args: argparse.Namespace) -> None:
@@ -2337,12 +2406,8 @@ def run(args: argparse.Namespace) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # in all threads: sigwait takes them
     serve(args, operator)
     gc.freeze()  # what is loaded by now is never garbage: that saves 10 % of CPU
-    log.info(
-        "sked %s: watching SchedExts in %s at %s",
-        __version__,
-        args.namespace or "all namespaces",
-        api.host,
-    )
+    where = args.namespace or "all namespaces"
+    log.info("sked %s watches SchedExts in %s at %s", __version__, where, api.host)
     runner = spawn(functools.partial(elector.run, operator) if elector else operator.run, "runner")
     signal.sigwait(signals)
     operator.stop.set()
@@ -2357,7 +2422,7 @@ def main(argv: list[str] | None = None) -> str | None:
     urllib3.disable_warnings()  # of a kubeconfig that says insecure-skip-tls-verify
     try:
         logging.basicConfig(
-            level=args.log_level,
+            level=args.log_level.upper(),
             format="%(asctime)sZ %(levelname)-7s %(message)s",
             datefmt="%Y-%m-%dT%H:%M:%S",
         )
