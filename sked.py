@@ -186,10 +186,10 @@ def precedence(schedext: dict) -> tuple:
 
 
 def yields(schedext: dict, other: dict) -> bool:
-    """Whether a SchedExt leaves the nodes that both select to the other one."""
+    """Whether the other SchedExt wins the nodes that both select, if there can be any."""
     theirs = selector_of(other)
     for label, value in selector_of(schedext).items():
-        if theirs.get(label, value) != value:
+        if label in theirs and theirs[label] != value:
             return False  # no node has both values
     if name_of(schedext) == name_of(other):
         return False  # it is the same one, perhaps another version
@@ -215,16 +215,17 @@ def affinity(mine: Pairs, winners: list[dict]) -> dict | None:
     """What keeps pods off the nodes of the winners, suspended ones included.
 
     A node is not a winner's if it lacks one of the winner's extra pairs. So there is a term (terms
-    are ORed) for each way to pick one extra pair of every winner.
+    are ORed) for each way to pick one extra pair of every winner. For a SchedExt that selects all
+    nodes and winners with {a: 1, b: 2} and {c: 3}: "not a=1 and not c=3" or "not b=2 and not c=3".
     """
-    extras = {pairs_of(winner) - mine for winner in winners} - {Pairs()}
+    extras = {pairs_of(winner) - mine for winner in winners} - {Pairs()}  # a twin has none
     if not extras:
         return None
     terms = {Pairs()}
     # the shortest first, so that there are few terms on the way
     for extra in sorted(extras, key=lambda pairs: (len(pairs), sorted(pairs))):
-        done = {term for term in terms if term & extra}  # they pick one of these pairs already
-        terms = done | {term | {pair} for term in terms - done for pair in extra}
+        fitting = {term for term in terms if term & extra}  # they exclude this winner already
+        terms = fitting | {term | {pair} for term in terms - fitting for pair in extra}
         if len(terms) > MAX_TERMS:
             raise InvalidSpec(
                 "too many node pools: yielding to the SchedExts that win takes more than "
@@ -354,17 +355,23 @@ def build_daemonset(schedext: dict, yields_to: Iterable[dict] = ()) -> dict:
     """
     check_spec(schedext)
     meta, spec = schedext["metadata"], schedext["spec"]
-    name = {"name": meta["name"]}
+    name = meta["name"]
     winners = [other for other in yields_to if yields(schedext, other)]
-    volumes = [(f"host-{n}", path) for n, path in enumerate(spec.get("hostPaths") or ())]
     owner = {
         "apiVersion": API_VERSION,
         "kind": "SchedExt",
-        **name,
-        "uid": meta.get("uid"),  # a manifest that was never applied has none
+        "name": name,
+        "uid": meta.get("uid"),
         "controller": True,
         "blockOwnerDeletion": True,
     }
+    metadata = {
+        "name": name,
+        "namespace": meta.get("namespace"),
+        "labels": OURS,
+        "ownerReferences": [owner] if meta.get("uid") else [],  # else it was never applied
+    }
+    volumes = [(f"host-{n}", path) for n, path in enumerate(spec.get("hostPaths") or ())]
     scx = {
         "name": SCX,
         "image": spec["sched"],
@@ -372,31 +379,25 @@ def build_daemonset(schedext: dict, yields_to: Iterable[dict] = ()) -> dict:
         "securityContext": {"privileged": True},
         "volumeMounts": [{"name": volume, "mountPath": path} for volume, path in volumes],
     }
-    probe = PROBE_CONTAINER | {"image": spec.get("probeImage")}
+    containers = [without_blanks(scx)]
+    if spec.get("probeImage"):
+        containers.append(PROBE_CONTAINER | {"image": spec["probeImage"]})
     pod = {
-        "containers": [without_blanks(scx), *([probe] if spec.get("probeImage") else [])],
+        "containers": containers,
         **placement(schedext, winners),
         **{field: spec.get(field) for field in POD_FIELDS},
         "volumes": [{"name": volume, "hostPath": {"path": path}} for volume, path in volumes],
     }
+    daemonset_spec = {
+        "selector": {"matchLabels": {"name": name}},
+        **{field: spec.get(field) for field in DAEMONSET_FIELDS},
+        "template": {"metadata": {"labels": {"name": name, **OURS}}, "spec": without_blanks(pod)},
+    }
     daemonset = {
         "apiVersion": "apps/v1",
         "kind": "DaemonSet",
-        "metadata": without_blanks(
-            {
-                **name,
-                "namespace": meta.get("namespace"),
-                "labels": OURS,
-                "ownerReferences": [owner] if meta.get("uid") else [],
-            }
-        ),
-        "spec": without_blanks(
-            {
-                "selector": {"matchLabels": name},
-                **{field: spec.get(field) for field in DAEMONSET_FIELDS},
-                "template": {"metadata": {"labels": name | OURS}, "spec": without_blanks(pod)},
-            }
-        ),
+        "metadata": without_blanks(metadata),
+        "spec": without_blanks(daemonset_spec),
     }
     # A copy, which shares nothing with us or the SchedExt. YAML may have parsed an unquoted string
     # as a date.
