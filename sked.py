@@ -25,6 +25,7 @@ Words used throughout, with examples:
     winner      of two SchedExts that may meet on a node, the one that runs there; the other yields
     placement   which nodes a DaemonSet runs on: its nodeSelector and node affinity
     wish        a hash of the DaemonSet that we want, which build_daemonset makes
+    runs        a hash of the part of it that pods have to restart for
     stamp       an annotation with what we must know about our last write of the DaemonSet:
                 {"wish": "5f0c...", "runs": "91be...", "parked": false, "generation": 4}
     parked      a DaemonSet with the strategy OnDelete, because only its placement has changed:
@@ -126,7 +127,9 @@ class ApiError(Exception):
 
 
 def key_of(obj: dict) -> Key:
-    return obj["metadata"]["namespace"], obj["metadata"]["name"]
+    """Namespace and name, as far as a manifest has them."""
+    meta = obj.get("metadata") or {}
+    return str(meta.get("namespace") or ""), str(meta.get("name") or "")
 
 
 def controller_of(obj: dict) -> dict:
@@ -172,17 +175,11 @@ def pairs_of(schedext: dict) -> Pairs:
     return Pairs((str(label), str(value)) for label, value in selector_of(schedext).items())
 
 
-def name_of(schedext: dict) -> tuple[str, str]:
-    """Namespace and name, as far as a manifest has them."""
-    meta = schedext.get("metadata") or {}
-    return str(meta.get("namespace") or ""), str(meta.get("name") or "")
-
-
 def precedence(schedext: dict) -> tuple:
     """Sorts the winner first: more pairs, then the older one, then by namespace and name."""
     meta = schedext.get("metadata") or {}
     created = meta.get("creationTimestamp") or "not yet"  # sorts after every timestamp
-    return -len(selector_of(schedext)), str(created), name_of(schedext)
+    return -len(selector_of(schedext)), str(created), key_of(schedext)
 
 
 def yields(schedext: dict, other: dict) -> bool:
@@ -191,7 +188,7 @@ def yields(schedext: dict, other: dict) -> bool:
     for label, value in selector_of(schedext).items():
         if label in theirs and theirs[label] != value:
             return False  # no node has both values
-    if name_of(schedext) == name_of(other):
+    if key_of(schedext) == key_of(other):
         return False  # it is the same one, perhaps another version
     return precedence(other) < precedence(schedext)
 
@@ -233,7 +230,7 @@ def affinity(mine: Pairs, winners: list[dict]) -> dict | None:
                 "a different value for each pool"
             )
         # a term that contains another one adds nothing
-        terms = {term for term in terms if not any(wider < term for wider in terms)}
+        terms = {term for term in terms if not any(other < term for other in terms)}
     rules = {"nodeSelectorTerms": [not_in(term) for term in sorted(terms, key=sorted)]}
     return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": rules}}
 
@@ -343,9 +340,10 @@ def check_spec(schedext: dict) -> None:
         kind = FIELDS[field]
         if value is not None and type(value) is not kind:  # not isinstance: True is an int
             raise InvalidSpec(f"spec.{field} must be {KINDS[kind]}, not {value!r}")
-    for text in [text for pair in selector_of(schedext).items() for text in pair]:
-        if not isinstance(text, str):
-            raise InvalidSpec(f"spec.nodeSelector must be a map of text: write '{text}' in quotes")
+    for pair in selector_of(schedext).items():
+        for text in pair:
+            if not isinstance(text, str):
+                raise InvalidSpec(f"spec.nodeSelector is a map of text: write '{text}' in quotes")
 
 
 def build_daemonset(schedext: dict, yields_to: Iterable[dict] = ()) -> dict:
@@ -565,7 +563,7 @@ def probe_problem(probe: dict, pod: str) -> Problem:
     died = last_end(probe)
     if reason == CRASHED and died.get("exitCode") not in CANNOT_RUN:
         message = final_message(died) or "no scheduler is attached"
-        return "NotAttached", f"{message}; if it logs why: 'kubectl logs {pod} -c {SCX}'"
+        return "NotAttached", f"{message}; its log may say why: 'kubectl logs {pod} -c {SCX}'"
     if reason:
         message = f"the probe does not run (its image needs sh and grep): {message}"
     return reason, message
@@ -651,8 +649,7 @@ def digest(value: Any) -> str:
 
 
 def digest_of_runs(wanted: dict, have: dict | None) -> str:
-    """Changes when the pods have to restart, on whatever nodes they run: with their template, apart
-    from its placement, and with a kubectl rollout restart."""
+    """Of the pods' template without its placement, and of the last kubectl rollout restart."""
     template = wanted["spec"]["template"]
     pod = {k: v for k, v in template["spec"].items() if k not in PLACEMENT_FIELDS}
     restarted = have and have["spec"]["template"]["metadata"].get("annotations", {}).get(RESTARTED)
@@ -808,8 +805,8 @@ def plan(observed: Observed) -> dict | None:
         if new.parked:
             spec["updateStrategy"] = {"type": "OnDelete"}
     if spec != have["spec"] and not is_edited:
-        # The API server will count this. To undo an edit may turn out to change nothing: a stamp
-        # that is behind only costs another write, but one that is ahead would hide the next edit.
+        # This raises the generation; undoing an edit may not. A stamp that is behind only costs
+        # another write, but one that is ahead would hide the next edit.
         new = new._replace(generation=new.generation + 1)
     target = have | {"metadata": metadata_laid_over(have, wanted), "spec": spec}
     target = with_stamp(target, new)
@@ -825,8 +822,8 @@ def is_repair(have: dict, target: dict) -> bool:
 def changed_fields(before: dict, after: dict) -> list[str]:
     """The paths at which two states of a DaemonSet differ, both as the API server gave them."""
     paths = list(different_paths(before["spec"], after["spec"], "spec"))
-    for field in ("labels", "ownerReferences"):
-        old, new = before["metadata"].get(field), after["metadata"].get(field)
+    for field, default in (("labels", {}), ("ownerReferences", [])):
+        old, new = before["metadata"].get(field, default), after["metadata"].get(field, default)
         paths += different_paths(old, new, f"metadata.{field}")
     return paths
 
@@ -834,12 +831,17 @@ def changed_fields(before: dict, after: dict) -> list[str]:
 def different_paths(before: Any, after: Any, path: str) -> Iterator[str]:
     if path.endswith(".containers") and before and after:
         before, after = by_name(before), by_name(after)
-    if isinstance(before or {}, dict) and isinstance(after or {}, dict):
-        before, after = before or {}, after or {}
+    if isinstance(before, dict) and isinstance(after, dict):
         for name in sorted(before.keys() | after.keys()):
             yield from different_paths(before.get(name), after.get(name), f"{path}.{name}")
-    elif before != after:
+    elif before != after and (before or after):
         yield path
+
+
+def listed(names: list[str]) -> str:
+    """At most five of them."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
 
 
 def last_editor(daemonset: dict) -> str:
@@ -903,8 +905,8 @@ def is_mixed(observed: Observed) -> bool:
 
 
 def summarize(observed: Observed, steady: float, now: float) -> Summary:
-    """Steady is for how many seconds the counts of the DaemonSet have been the same."""
-    schedext, daemonset, pods = observed[:3]
+    """The counts of the DaemonSet have been the same for so many steady seconds."""
+    schedext, daemonset, pods = observed.schedext, observed.daemonset, observed.pods
     if not daemonset or controller_of(daemonset).get("uid") != schedext["metadata"]["uid"]:
         return Summary(0, 0, 0, 0, 0, [], [])  # it is not ours
     desired, current, updated, _ = counts_of(daemonset)
@@ -982,7 +984,7 @@ def ready_reason(observed: Observed, summary: Summary) -> Problem:
     twin = twin_of(schedext, winners)
     if twin and not suspended:
         return "Conflict", conflict_message(twin)
-    if not is_observed(daemonset):
+    if not daemonset or not is_observed(daemonset):
         return "RollingOut", "waiting for the DaemonSet controller"
     if suspended:
         if left := number(daemonset, MISSCHEDULED):
@@ -1014,10 +1016,8 @@ def no_nodes_message(schedext: dict, winners: list[dict]) -> str:
     command = f"kubectl get nodes --selector={pairs}" if pairs else "kubectl get nodes"
     message = f"no node to run on: check that '{command}' lists nodes, and their taints"
     if winners:
-        names = ", ".join(sorted("/".join(key_of(winner)) for winner in winners)[:5])
-        if len(winners) > 5:
-            names += f" and {len(winners) - 5} more"
-        message += f"; these SchedExts come first where they select the same nodes: {names}"
+        names = sorted("/".join(key_of(winner)) for winner in winners)
+        message += f"; if it does, these SchedExts may come first there: {listed(names)}"
     return message
 
 
@@ -1222,7 +1222,7 @@ class Api:
         configuration = self.configure()
         configuration.retries = False
         configuration.connection_pool_maxsize = POOL_CONNECTIONS
-        configuration.socket_options = tcp_keepalive_socket_options(30, 10, 3)
+        configuration.socket_options = tcp_keepalive_socket_options(idle=30, interval=10, count=3)
         self.client = ApiClient(configuration)
         self.client.user_agent = f"{FIELD_MANAGER}/{__version__}"
         options = self.client.rest_client.pool_manager.connection_pool_kw
@@ -1287,7 +1287,7 @@ class Api:
                         auth_settings=["BearerToken"],
                     )
                 if errors:  # the token has expired and its plugin fails
-                    self.connect()  # fails, too, and says more, or has a new token
+                    self.connect()  # fails, too, and says more; else the next request can be sent
                     raise ApiError(0, "the credentials had expired")
                 client = self.client
             try:
@@ -1623,15 +1623,11 @@ class Memory:
         self.stamp = stamp_of(daemonset)
         self.refusals = 0
 
-    def caught_up(self) -> None:
-        """Note that the DaemonSet is as it should be, stamp included."""
-        self.is_first_look = False
-
     def wrote_daemonset(self, answer: dict, stamp: Stamp) -> None:
         """Note the API server's answer to a write of the DaemonSet with this stamp."""
         self.wrote()
         self.saw(answer)
-        self.stamp_sticks = self.stamp == stamp
+        self.stamp_sticks = stamp_of(answer) == stamp
         self.stamp = stamp
 
     def is_ahead_of(self, daemonset: dict) -> bool:
@@ -1661,11 +1657,12 @@ class Memory:
         but it waits longer each time, until no repair has been needed for a minute.
         """
         wait = self.next_repair - monotonic()
-        if wait > 0 and self.drift:
-            message = "the DaemonSet is being changed again and again, and sked is backing off"
-            raise Blocked("RollingOut", f"{message}; the last time, {self.drift}", wait)
-        if wait > 0:
-            raise Blocked("", "only the stamp is out of date", wait)
+        if wait <= 0:
+            return
+        if not self.drift:
+            raise Blocked("", "", wait)  # only the stamp is out of date
+        message = "the DaemonSet is being changed again and again, and sked is backing off"
+        raise Blocked("RollingOut", f"{message}; the last time, {self.drift}", wait)
 
     def repaired(self, drift: str) -> None:
         """Note what our last write undid; empty if that was nothing that is ours."""
@@ -1791,7 +1788,8 @@ class Operator:
             else:
                 refusals = self.queue.attempts(key, "refusal")
                 is_cache_behind = error.status in (404, 409)
-                result = "requeue" if is_cache_behind else "error"
+                if is_cache_behind:
+                    result = "requeue"
                 if refusals >= PATIENCE:
                     self.faults.report(who, f"{who}: {error}")
                 # The next attempt asks for the DaemonSet itself, so the first can follow at once.
@@ -1816,7 +1814,7 @@ class Operator:
         if not schedext or "deletionTimestamp" in schedext["metadata"]:
             # There is no finalizer: the owner reference makes the garbage collector clean up.
             if self.memories.pop(key, None):
-                log.info("%s/%s: deleted; the garbage collector will delete its DaemonSet", *key)
+                log.info("%s/%s: deleted, and with it the DaemonSet that sked made for it", *key)
             return inf
         uid = schedext["metadata"]["uid"]
         if key not in self.memories or self.memories[key].schedext_uid != uid:
@@ -1832,7 +1830,7 @@ class Operator:
                 self.write_daemonset(key, observed, target)
                 return GATHER_SECONDS  # the status follows when the controller has had a moment
             self.memories[key].saw(observed.daemonset)
-            self.memories[key].caught_up()
+            self.memories[key].is_first_look = False
         except InvalidSpec as error:
             blocked = Blocked("Rejected", str(error), look_again=inf)  # until somebody edits it
         except Blocked as error:
@@ -1880,9 +1878,8 @@ class Operator:
             raise SchedExtGone
 
     def write_daemonset(self, key: Key, observed: Observed, target: dict) -> None:
-        """Write what is planned, report it, and correct the stamp if that foresaw another
-        generation: our spelling meant what was there, or an edit was undone.
-        """
+        """Write what is planned, report it, and correct the stamp if the generation is another one:
+        an edit was undone, or the API server found nothing to change."""
         schedext, have, memory = observed.schedext, observed.daemonset, self.memories[key]
         if have:
             is_drift = is_repair(have, target)
@@ -1898,7 +1895,7 @@ class Operator:
                 self.apply(key, answer, with_stamp(answer, stamp))
         finally:
             self.report_write(key, observed, answer, is_drift)
-        memory.caught_up()
+        memory.is_first_look = False
 
     def apply(self, key: Key, have: dict | None, target: dict) -> dict:
         """Create or patch the DaemonSet. Raises Blocked if a refusal belongs in the status."""
@@ -1914,8 +1911,11 @@ class Operator:
         used_to_stick = memory.stamp_sticks
         memory.wrote_daemonset(answer, stamp_of(target))
         if used_to_stick and not memory.stamp_sticks:
-            message = "something removes the annotation %s; sked remembers it until it restarts"
-            log.warning(f"%s/%s: {message}", *key, STAMP)
+            log.warning(
+                "%s/%s: something removes the annotation %s; sked remembers it until it restarts",
+                *key,
+                STAMP,
+            )
         return answer
 
     def check_refusal(self, key: Key, error: ApiError) -> None:
@@ -1940,7 +1940,7 @@ class Operator:
         changes = changed_fields(have, answer) if have else []
         if not is_drift:
             memory.ended_fight()
-            deed = f"changed {', '.join(changes)} of" if changes else "took note of"
+            deed = f"changed {listed(changes)} of" if changes else "took note of"
             log.info("%s/%s: %s the DaemonSet", *key, deed if have else "created")
             return
         if have and stamp_of(have).generation == 0:  # see with_our_stamp
@@ -1949,7 +1949,7 @@ class Operator:
         if not have:
             drift = "the DaemonSet was deleted; sked has created it again"
         elif changes:  # else only what is not ours
-            drift = f"{last_editor(have)} changed {', '.join(changes)}; sked has reverted it"
+            drift = f"{last_editor(have)} changed {listed(changes)}; sked has reverted it"
         memory.repaired(drift)
         if not drift or memory.repairs > QUICK_REPAIRS + 1:
             return  # there is nothing to tell, or it is a fight: then the status tells about it
