@@ -178,34 +178,18 @@ def installed() -> list[dict]:
 
 # ---------------------------------------------------------------- resources and refusals
 
-REASONS = {
-    400: "BadRequest",
-    401: "Unauthorized",
-    403: "Forbidden",
-    404: "NotFound",
-    409: "Conflict",
-    410: "Expired",
-    415: "UnsupportedMediaType",
-    422: "Invalid",
-    429: "TooManyRequests",
-    500: "InternalError",
-    503: "ServiceUnavailable",
-    504: "Timeout",
-}
-
 
 class Refusal(Exception):
     """A 4xx or 5xx answer."""
 
-    def __init__(self, code: int, message: str, reason: str = "") -> None:
+    def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
         self.code = code
-        self.reason = reason or REASONS.get(code, "")
 
     @property
     def status(self) -> dict:
         status = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure"}
-        return status | {"message": str(self), "reason": self.reason, "code": self.code}
+        return status | {"message": str(self), "code": self.code}
 
 
 class Resource(NamedTuple):
@@ -235,47 +219,29 @@ class Resource(NamedTuple):
         what = f"{self.plural}.{self.group}" if self.group else self.plural
         return f'{what} "{name}"' if name else what
 
-    def conflict(self, name: str) -> Refusal:
-        words = "the object has been modified; please apply your changes to the latest version"
-        return Refusal(409, f"Operation cannot be fulfilled on {self.called(name)}: {words}")
-
-    def invalid(self, name: str, causes: list[str]) -> Refusal:
-        """Each cause is a field, a colon and what is wrong with it."""
-        what = f"{self.kind}.{self.group}" if self.group else self.kind
-        why = causes[0] if len(causes) == 1 else f"[{', '.join(causes)}]"
-        return Refusal(422, f'{what} "{name}" is invalid: {why}')
-
 
 RBAC = "rbac.authorization.k8s.io"
-EXTENSIONS = "apiextensions.k8s.io"
-ADMISSION = "admissionregistration.k8s.io"
-AUTHENTICATION = "authentication.k8s.io"
-AUTHORIZATION = "authorization.k8s.io"
 REVIEWS = ("tokenreviews", "subjectaccessreviews")
+CLUSTER_WIDE = """
+namespaces Namespace
+nodes Node
+customresourcedefinitions CustomResourceDefinition apiextensions.k8s.io
+clusterroles ClusterRole rbac.authorization.k8s.io
+clusterrolebindings ClusterRoleBinding rbac.authorization.k8s.io
+validatingadmissionpolicies ValidatingAdmissionPolicy admissionregistration.k8s.io
+validatingadmissionpolicybindings ValidatingAdmissionPolicyBinding admissionregistration.k8s.io
+tokenreviews TokenReview authentication.k8s.io
+subjectaccessreviews SubjectAccessReview authorization.k8s.io
+"""
 TABLE = (
-    Resource("namespaces", "Namespace", namespaced=False),
-    Resource("nodes", "Node", namespaced=False),
     Resource("pods", "Pod", status=True),
     Resource("events", "Event"),
     Resource("serviceaccounts", "ServiceAccount"),
     Resource("daemonsets", "DaemonSet", "apps", status=True),
     Resource("leases", "Lease", "coordination.k8s.io"),
-    Resource("customresourcedefinitions", "CustomResourceDefinition", EXTENSIONS, namespaced=False),
-    Resource("clusterroles", "ClusterRole", RBAC, namespaced=False),
-    Resource("clusterrolebindings", "ClusterRoleBinding", RBAC, namespaced=False),
     Resource("roles", "Role", RBAC),
     Resource("rolebindings", "RoleBinding", RBAC),
-    Resource(
-        "validatingadmissionpolicies", "ValidatingAdmissionPolicy", ADMISSION, namespaced=False
-    ),
-    Resource(
-        "validatingadmissionpolicybindings",
-        "ValidatingAdmissionPolicyBinding",
-        ADMISSION,
-        namespaced=False,
-    ),
-    Resource("tokenreviews", "TokenReview", AUTHENTICATION, namespaced=False),
-    Resource("subjectaccessreviews", "SubjectAccessReview", AUTHORIZATION, namespaced=False),
+    *(Resource(*row.split(), namespaced=False) for row in CLUSTER_WIDE.strip().splitlines()),
 )
 BUILT_IN = {resource.plural: resource for resource in TABLE}
 
@@ -364,89 +330,41 @@ def duplicates(items: list, keys: Iterable[str], at: str) -> Iterator[str]:
 
 # ---------------------------------------------------------------- DaemonSets and pods: defaults
 
-MAPS = ("labels", "annotations", "matchLabels", "nodeSelector", "limits", "requests")
-POINTERS = (  # Go's: what is set is kept, also 0, false and {}
-    "securityContext",
-    "emptyDir",
-    "maxSurge",
-    "maxUnavailable",
-    "optional",
-    "revisionHistoryLimit",
-    "terminationGracePeriodSeconds",
-    "tolerationSeconds",
-)
-EMPTY = ("", [], {}, False)  # and 0, which equals False in Python
-
-
-def omit_empty(value: Any) -> Any:
-    """Drops empty fields, as a typed server does; maps with users' own keys are kept."""
-    if isinstance(value, list):
-        return [omit_empty(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    kept = {}
-    for name, item in value.items():
-        stored = item if name in MAPS + POINTERS else omit_empty(item)
-        if stored is not None and (name in POINTERS or stored not in EMPTY):
-            kept[name] = stored
-    return kept
-
 
 def default_pod(spec: dict) -> dict:
     """A pod's spec with the API server's defaults."""
-    spec = {
+    return {
         "restartPolicy": "Always",
         "terminationGracePeriodSeconds": 30,
         "dnsPolicy": "ClusterFirst",
         "securityContext": {},
         "schedulerName": "default-scheduler",
-        **omit_empty(spec),
+        **spec,
+        "containers": [default_container(container) for container in spec["containers"]],
     }
-    spec["containers"] = [default_container(container) for container in spec["containers"]]
-    for volume in spec.get("volumes", []):
-        if "hostPath" in volume:
-            volume["hostPath"] = {"type": ""} | volume["hostPath"]
-    return spec
 
 
 def default_container(container: dict) -> dict:
     image, _, digest = container["image"].partition("@")
     tag = image.rpartition("/")[2].partition(":")[2]
     latest = tag == "latest" or not (tag or digest)
-    for variable in container.get("env", []):
-        source = variable.get("valueFrom", {})
-        source.get("fieldRef", {}).setdefault("apiVersion", "v1")
-        source.get("resourceFieldRef", {}).setdefault("divisor", "0")
-    resources = {
-        kind: {name: canonical(amount) for name, amount in amounts.items()}
-        for kind, amounts in container.get("resources", {}).items()
-    }
     return {
         "terminationMessagePath": "/dev/termination-log",
         "terminationMessagePolicy": "File",
         "imagePullPolicy": "Always" if latest else "IfNotPresent",
+        "resources": {},
         **container,
-        "resources": resources,
     }
-
-
-def canonical(amount: str | int) -> str:
-    """A quantity as the API server writes it, if it is a plain number: 500m for 0.5."""
-    whole, point, fraction = str(amount).partition(".")
-    if not point or not f"{whole}{fraction}".isdigit():
-        return str(amount)
-    thousandths = math.ceil(float(amount) * 1000)
-    return f"{thousandths}m" if thousandths % 1000 else str(thousandths // 1000)
 
 
 def default_daemonset(obj: dict) -> None:
     """Fills in the API server's defaults."""
-    spec = omit_empty(obj["spec"])
+    spec = obj["spec"]
     strategy = {"type": "RollingUpdate"} | spec.get("updateStrategy", {})
     if strategy["type"] == "RollingUpdate":
         rolling = {"maxUnavailable": 1, "maxSurge": 0} | strategy.get("rollingUpdate", {})
         strategy["rollingUpdate"] = rolling
-    template = spec["template"] | {"spec": default_pod(obj["spec"]["template"]["spec"])}
+    template = spec["template"] | {"spec": default_pod(spec["template"]["spec"])}
     filled = {"updateStrategy": strategy, "template": template}
     obj["spec"] = {"revisionHistoryLimit": 10} | spec | filled
 
@@ -518,7 +436,6 @@ class Fault:
     garbage   answers 200 with something that is not JSON
     drop      closes the connection without doing anything
     lose      does what is asked, then closes the connection without an answer
-    close     does what is asked, answers with Connection: close
     slow      waits some seconds, then does what is asked
     truncate  closes the connection in the middle of the answer
     stall     goes silent in the middle of the answer until cleared
@@ -648,8 +565,6 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         self.collect = True  # False: the garbage collector pauses
         self.graceful = False  # True: a deleted pod waits for its kubelet
         self.bookmark_seconds = 60.0
-        self.expired_as_status = False  # True: 410 to an old watch; newer servers send an ERROR
-        self.refuse_future = False  # True: 504 to a future version; newer servers say nothing
         self.stopping = threading.Event()
         self.thawed = threading.Event()
         self.thawed.set()
@@ -745,10 +660,9 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
 
     def compact(self) -> None:
-        """Forgets the past: new watches from older versions and unfinished lists get 410."""
+        """Forgets the past: new watches from older versions get 410."""
         with self.changed:
             self.oldest = self.version
-            self.pages.clear()
 
     def snapshot(self) -> Any:
         """Everything that is stored, for restore()."""
@@ -900,8 +814,6 @@ class ApiServer(Client, contextlib.AbstractContextManager):
 
     def do_list(self, request: Request) -> dict:
         token = request.query.get("continue")
-        if token and token not in self.pages:
-            raise Refusal(410, "The provided continue parameter is too old")
         stored = self.objects[request.resource]
         found = [stored[key] for key in sorted(stored) if self.concerns(request, stored[key])]
         version, items = self.pages[token] if token else (self.version, found)
@@ -919,12 +831,8 @@ class ApiServer(Client, contextlib.AbstractContextManager):
 
     def do_watch(self, request: Request) -> Iterator[dict]:
         version = int(request.query.get("resourceVersion", 0))
-        if version > self.version and self.refuse_future:
-            raise Refusal(504, f"Timeout: Too large resource version: {version}")
         if version and version < self.oldest:
             refusal = Refusal(410, f"too old resource version: {version}")
-            if self.expired_as_status:
-                raise refusal
             return iter([{"type": "ERROR", "object": refusal.status}])
         seconds = float(request.query.get("timeoutSeconds", 1800))
         return self.follow(request, version or self.version, self.epoch, seconds)
@@ -974,7 +882,7 @@ class ApiServer(Client, contextlib.AbstractContextManager):
             meta.setdefault("name", meta["generateName"] + uuid.uuid4().hex[:5])
         request.name = meta["name"]
         if (request.namespace, request.name) in self.objects[kind.plural]:
-            raise Refusal(409, f"{kind.called(request.name)} already exists", "AlreadyExists")
+            raise Refusal(409, f"{kind.called(request.name)} already exists")
         meta |= {"uid": str(uuid.uuid4()), "creationTimestamp": now()}
         if kind.namespaced:
             meta["namespace"] = request.namespace
@@ -990,12 +898,9 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         version = obj["metadata"].get("resourceVersion")
         is_there = (request.namespace, request.name) in self.objects[request.resource]
         if is_there and not version:
-            cause = "metadata.resourceVersion: Invalid value: 0: must be specified for an update"
-            raise request.kind.invalid(request.name, [cause])
+            raise Refusal(422, "metadata.resourceVersion must be specified for an update")
         if is_there or request.resource != "leases":
             return self.replace(request, self.find(request), obj)
-        if version:
-            raise request.kind.conflict(request.name)
         request.status = 201
         return self.do_create(request, obj)
 
@@ -1008,9 +913,7 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         before = old["metadata"]
         given = new.get("metadata", {})
         if given.get("resourceVersion", before["resourceVersion"]) != before["resourceVersion"]:
-            raise request.kind.conflict(request.name)
-        if given.get("uid", before["uid"]) != before["uid"]:
-            raise request.kind.invalid(request.name, ["metadata.uid: field is immutable"])
+            raise Refusal(409, f"{request.kind.called(request.name)} has been modified")
         if request.subresource:
             new = old | {"status": new.get("status", {})}
         else:
@@ -1038,7 +941,7 @@ class ApiServer(Client, contextlib.AbstractContextManager):
             if unknown and request.query.get("fieldValidation") == "Strict":
                 raise Refusal(400, ", ".join(f'unknown field "{name}"' for name in unknown))
             if causes:
-                raise kind.invalid(request.name, causes)
+                raise Refusal(422, f"{kind.called(request.name)} is invalid: {'; '.join(causes)}")
         if kind.plural == "daemonsets":
             default_daemonset(obj)
             count_template(obj, old)
@@ -1251,8 +1154,7 @@ class HttpHandler(http.server.BaseHTTPRequestHandler):
     def answer(self, status: int, content: Any, fault: Fault) -> None:
         text = content if isinstance(content, str) else json.dumps(content)
         data = text.encode()
-        connection = "close" if fault.action == "close" else "keep-alive"
-        self.start(status, {"Content-Length": str(len(data)), "Connection": connection})
+        self.start(status, {"Content-Length": str(len(data))})
         self.send(data, fault)
 
     def stream(self, events: Iterator[dict], fault: Fault) -> None:
@@ -1343,10 +1245,8 @@ TERMS = ".affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.n
 
 def holds(requirement: dict, labels: dict) -> bool:
     """Whether a node's labels meet one requirement of an affinity."""
-    operator = requirement["operator"]
-    if operator in ("Exists", "DoesNotExist"):
-        return (requirement["key"] in labels) == (operator == "Exists")
-    return (labels.get(requirement["key"]) in requirement.get("values", ())) == (operator == "In")
+    is_listed = labels.get(requirement["key"]) in requirement["values"]
+    return is_listed == (requirement["operator"] == "In")
 
 
 def fits(pod: dict, node: dict) -> bool:
@@ -1390,7 +1290,6 @@ class Kubelets:
         self.start_seconds = 0.05
         self.stop_seconds = 0.05
         self.crash_seconds = (2.0, 4.0, 1.0)  # up, dead, waiting; the last two double each time
-        self.silent = set()  # nodes whose kubelet is down
         self.first_seen = {}  # time, by uid and event
         self.steps = {}  # the current step of each pod, by uid
         self.attached = {}  # the node that a pod's scheduler is attached on, by uid
@@ -1400,22 +1299,6 @@ class Kubelets:
     def add_node(self, name: str, **labels: str) -> None:
         labels |= {"kubernetes.io/hostname": name}
         self.server.create({"kind": "Node", "metadata": {"name": name, "labels": labels}})
-
-    def silence(self, name: str) -> None:
-        """Loses a node: no DaemonSet wants it any more, and its pods are marked unready."""
-        self.silent.add(name)
-        self.mark_pods(name, "False")
-
-    def wake(self, name: str) -> None:
-        """Brings a node back; its containers never stopped."""
-        self.silent.remove(name)
-        self.mark_pods(name, "True")
-
-    def mark_pods(self, node: str, status: str) -> None:
-        for pod in self.server.list("pods"):
-            if node_of(pod) == node and dig(pod, READY):
-                ready = {"type": "Ready", "status": status, "lastTransitionTime": now()}
-                self.report(pod | {"kind": "Pod"}, {"conditions": [ready]})
 
     def pods(self, daemonset: str, namespace: str = "default") -> dict[str, dict]:
         """The pods of a DaemonSet, by node."""
@@ -1461,14 +1344,10 @@ class Kubelets:
                     self.sync(daemonset, pods[meta["uid"]])
 
     def sync(self, daemonset: dict, pods: dict[str, dict]) -> None:
-        """Syncs one DaemonSet, given its pods by node.
-
-        A pod on a lost node is misscheduled: it stays but does not count.
-        """
+        """Syncs one DaemonSet, given its pods by node."""
         spec = daemonset["spec"]
         revision = revision_of(spec["template"])
-        selected = self.nodes_for(spec["template"]["spec"])
-        wanted = selected - self.silent
+        wanted = self.nodes_for(spec["template"]["spec"])
         mine = wanted & pods.keys()
         updated = {
             node
@@ -1478,7 +1357,7 @@ class Kubelets:
         ready = {node: since for node, pod in pods.items() if (since := ready_since(pod))}
         enough = spec.get("minReadySeconds", 0)
         available = {node for node, since in ready.items() if seconds_ago(since) >= enough}
-        doomed = pods.keys() - selected
+        doomed = pods.keys() - wanted
         if spec["updateStrategy"]["type"] == "RollingUpdate":
             doomed |= outdated(spec, wanted, pods.keys() - updated, available)
         for node in doomed:
@@ -1534,8 +1413,6 @@ class Kubelets:
     def live(self, pod: dict) -> None:
         """Takes the next step in the life of a pod when it is due."""
         uid = pod["metadata"]["uid"]
-        if node_of(pod) in self.silent:
-            return
         if "deletionTimestamp" in pod["metadata"]:
             if self.since(pod, "end") >= self.stop_seconds:
                 self.server.remove(pod, at_once=True)
@@ -1591,10 +1468,6 @@ def tag_of(pod: dict) -> str:
     return pod["spec"]["containers"][0]["image"].rpartition(":")[2]
 
 
-def final_message(pod: dict) -> str:
-    return FINAL_MESSAGES.get(tag_of(pod), "Device or resource busy")
-
-
 def culprit_of(pod: dict) -> str:
     """The container that fails if one does: the probe if the scheduler idles."""
     names = [container["name"] for container in pod["spec"]["containers"]]
@@ -1607,7 +1480,7 @@ def container_status(pod: dict, container: dict, step: str, restarts: int) -> di
     is_culprit = name == culprit_of(pod)
     died = {"exitCode": 1, "reason": "Error", "startedAt": now(2), "finishedAt": now()}
     if name == "probe" or container["terminationMessagePolicy"] == "FallbackToLogsOnError":
-        died["message"] = final_message(pod)
+        died["message"] = FINAL_MESSAGES.get(tag_of(pod), "Device or resource busy")
     running = {"running": {"startedAt": now()}}
     missing = f'failed to resolve reference "{image}": {image}: not found'
     pull = f'Back-off pulling image "{image}": ErrImagePull: {missing}'
@@ -1637,8 +1510,6 @@ def container_status(pod: dict, container: dict, step: str, restarts: int) -> di
 def outdated(spec: dict, wanted: set, old: set, available: set) -> set[str]:
     """The nodes whose old pod a rolling update deletes now."""
     most = spec["updateStrategy"]["rollingUpdate"]["maxUnavailable"]
-    if isinstance(most, str):
-        most = math.ceil(int(most.rstrip("%")) * len(wanted) / 100)
     spare = max(0, most - len(wanted - available))
     return (old - available) | set(sorted(old & available)[:spare])
 
@@ -1802,12 +1673,8 @@ def ns(cluster: Cluster) -> str:
     return cluster.namespace()
 
 
-def quick_backoff(failures: int, most: float) -> float:
-    return min(most, 0.05 * failures)
-
-
 HURRY = {
-    "backoff": quick_backoff,
+    "backoff": lambda failures, most: min(most, 0.05 * failures),
     "GATHER_SECONDS": 0.05,
     "SETTLE_SECONDS": 0.25,
     "BLOCKED_SECONDS": 0.5,
@@ -2166,9 +2033,6 @@ A = {"pool": "a"}
 B = {"pool": "b"}
 STAMP_ANNOTATION = "sked.schedkit.io/applied"
 NOWHERE = {"sked.schedkit.io/suspended": "true"}
-ON_DELETE = {"spec": {"updateStrategy": {"type": "OnDelete"}}}
-RESTARTED = {"annotations": {"kubectl.kubernetes.io/restartedAt": "now"}}
-RESTART = {"spec": {"template": {"metadata": RESTARTED}}}
 
 
 def in_template(**pod: Any) -> dict:
@@ -2226,27 +2090,6 @@ def test_the_server_certificate_is_checked_the_way_kubectl_does_it(secure, host,
     assert call_fails(api, words) if words else api.request("GET", A_LIST)
 
 
-RECONNECTS = """if True:
-    import sys, threading, sked
-    api = sked.Api(lambda: sked.load_configuration(sys.argv[1], None))
-    def reconnect():
-        for _ in range(100):
-            api.request("GET", sys.argv[2])
-    threads = [threading.Thread(target=reconnect) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    print(api.request("GET", sys.argv[2])["kind"])"""
-
-
-def test_a_client_certificate_works_on_many_connections_at_once(secure):
-    answers = secure.fault("GET", A_LIST, None, "close")
-    kubeconfig = secure.kubeconfig("sked", certificate=True)
-    assert python("-c", RECONNECTS, str(kubeconfig), A_LIST) == "SchedExtList\n"
-    assert answers.hits == 6 * 100 + 1
-
-
 CREDENTIAL = {"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential"}
 
 
@@ -2272,40 +2115,26 @@ def test_a_failed_credential_plugin_is_run_again_and_no_request_goes_without_a_t
     assert {request.user for request in secure.requests} == {"sked"}
 
 
-@pytest.mark.parametrize("when", ["at the start", "when the token has expired"])
-def test_a_credential_plugin_that_is_not_installed_is_named_once_and_run_again(
-    secure, monkeypatch, caplog, when
+def test_a_credential_plugin_that_is_not_there_when_the_token_expires_is_named_once(
+    secure, monkeypatch, mocker, caplog
 ):
     hurry(monkeypatch)
     plugin = secure.folder / "plugin.sh"
     status = {"token": "sked", "expirationTimestamp": "2001-01-01T00:00:00Z"}
-
-    def install():
-        plugin.write_text(f"#!/bin/sh\necho '{json.dumps(CREDENTIAL | {'status': status})}'")
-        plugin.chmod(0o700)
-
-    if when == "when the token has expired":
-        install()
+    plugin.write_text(f"#!/bin/sh\necho '{json.dumps(CREDENTIAL | {'status': status})}'")
+    plugin.chmod(0o700)
     api = connect(plugin_kubeconfig(secure, str(plugin)))
-    if plugin.exists():
-        assert api.request("GET", A_LIST)
-        plugin.unlink()
+    assert api.request("GET", A_LIST)
+    plugin.rename(secure.folder / "away")
     counted = sked.METRICS.copy()
     operator = sked.Operator(api)
-    tried = collections.Counter()
-    report = operator.faults.report
-
-    def count(who, message):
-        tried[who] += 1
-        report(who, message)
-
-    monkeypatch.setattr(operator.faults, "report", count)
+    reports = mocker.spy(operator.faults, "report")
     threading.Thread(target=operator.run, daemon=True).start()
-    eventually(lambda: tried, lambda tried: len(tried) == 3 and min(tried.values()) > 3)
+    eventually(lambda: reports.call_count, at_least(12))
     (said,) = caplog.messages
     assert f"credential plugin '{plugin}' failed: [Errno 2] No such file" in said
     assert counted == sked.METRICS  # nothing was sent
-    install()
+    (secure.folder / "away").rename(plugin)
     eventually(operator.is_ready)
     operator.stop.set()
 
@@ -2458,17 +2287,8 @@ def test_lists_are_paged_and_start_over_when_a_page_expires(server, operate, mon
     assert (gone.hits, asked.count(("sked", "schedexts", "7"))) == (1, 2 + 5)
 
 
-@pytest.mark.parametrize(
-    "setting, value",
-    table("""
-    "410": [expired_as_status, true]
-    410 as an event: [expired_as_status, false]
-    "504": [refuse_future, true]
-    no answer: [refuse_future, false]
-    """),
-)
-def test_sked_lists_again_after_a_compaction_or_a_restore(world, server, operate, setting, value):
-    setattr(server, setting, value)  # how it answers a version it does not have
+@pytest.mark.parametrize("restored", [False, True], ids=["410", "no answer"])
+def test_sked_lists_again_after_a_compaction_or_a_restore(world, server, operate, restored):
     operate()
     server.bookmark_seconds = 60
     world.add()
@@ -2479,7 +2299,7 @@ def test_sked_lists_again_after_a_compaction_or_a_restore(world, server, operate
     eventually(world.image, "scx:19")
     world.set("WATCH_SECONDS", 1)
     with server.changed:
-        if setting == "refuse_future":
+        if restored:
             server.restore(backup)
         server.create(daemonset("other", "default"))
         server.compact()
@@ -2644,11 +2464,7 @@ def test_a_cache_that_is_behind_is_retried_at_once_but_only_once(mocker, status)
 def messages_after(mocker: Any, caplog: Any, outcomes: list) -> list[str]:
     """What sked has logged after these outcomes of reconcile in a row."""
     caplog.set_level("INFO")
-    operator = sked.Operator(mocker.Mock())
-    mocker.patch.object(operator, "reconcile", side_effect=outcomes)
-    for _ in outcomes:
-        operator.queue.busy.add(ONE)
-        operator.process(ONE)
+    waits_after(mocker, outcomes)
     return caplog.messages
 
 
@@ -2659,6 +2475,12 @@ def test_a_failure_is_logged_once_and_only_if_it_does_not_pass_soon(mocker, capl
     caplog.clear()
     logged = messages_after(mocker, caplog, [failure] * 12)
     assert logged == ["default/one: no; trying again"]
+
+
+def test_a_bug_in_reconcile_is_logged_with_its_traceback(mocker, caplog):
+    logged = messages_after(mocker, caplog, [ValueError("a bug")])
+    assert logged == ["default/one: unexpected error"]
+    assert "ValueError: a bug" in caplog.text
 
 
 def test_an_outage_is_logged_at_once_and_its_end_after_the_first_success(mocker, caplog):
@@ -2723,15 +2545,6 @@ def test_a_daemonset_that_is_not_ours_is_never_touched(world, server):
     assert world.image() == LAVD
 
 
-def test_an_orphaned_daemonset_of_ours_is_adopted_unchanged(world):
-    orphan = world.api.create(daemonset("x", world.ns))
-    world.start()
-    uid = world.add()
-    eventually(lambda: dig(world.made(), ".metadata.ownerReferences[0].uid"), uid)
-    found = world.made()
-    assert (found["metadata"]["uid"], found["spec"]) == (orphan["metadata"]["uid"], orphan["spec"])
-
-
 @pytest.mark.parametrize("seconds, writes", [(0, 1), (1, 2)])
 def test_a_daemonset_without_a_stamp_is_taken_over_and_restarts_nobody(
     world, server, kubelets, seconds, writes
@@ -2752,29 +2565,15 @@ def test_a_daemonset_without_a_stamp_is_taken_over_and_restarts_nobody(
     assert world.restart() == []
 
 
-def test_a_recreated_schedext_waits_until_the_old_daemonset_is_deleted(world, server):
-    world.deploy()
-    old = world.made()
-    server.collect = False
-    world.remove()
-    uid = world.add(sched=LAVD)
-    assert "for the old DaemonSet x to be deleted" in world.expect("RollingOut")["message"]
-    assert world.made() == old
-    server.collect = True
-    eventually(world.image, LAVD)
-    assert world.made()["metadata"]["ownerReferences"][0]["uid"] == uid
-    assert drift_events(server) == []
-
-
 def test_a_daemonset_on_its_way_out_is_waited_for_and_then_made_again(world, server, fleet):
-    fleet.silence("a")  # its pod does not end, and the DaemonSet waits for it
+    fleet.stop_seconds = math.inf  # the pods do not end, and the DaemonSet waits for them
     old = world.made()["metadata"]["uid"]
     server.delete("daemonsets", world.ns, "x", "Foreground")
     assert "for the old DaemonSet x to be deleted" in world.expect("RollingOut")["message"]
     world.edit(sched=LAVD)
     world.expect("RollingOut")
     assert (world.image(), world.made()["metadata"]["uid"]) == (RUSTY, old)
-    fleet.wake("a")
+    fleet.stop_seconds = 0.0
     eventually(world.image, LAVD)
     assert world.made()["metadata"]["uid"] != old
 
@@ -2813,11 +2612,6 @@ def refuse(words: str, why: str) -> Callable:
         return obj
 
     return change
-
-
-def add_env(pod: dict) -> dict:
-    pod["spec"]["containers"][0].setdefault("env", []).append({"name": "ZONE", "value": "z"})
-    return pod
 
 
 @cases(
@@ -2941,7 +2735,7 @@ def test_an_invalid_spec_admitted_by_a_lax_schema_blocks_no_other_schedext(world
     bad = [None, "text", {}, {"sched": "x", "nodeSelector": ["a"]}, {"sched": "x", "hostPaths": 5}]
     for number, spec in enumerate(bad):
         server.create(schedext(f"y-{number}") | {"spec": spec})
-    world.deploy()
+    world.deploy(nodeSelector=A)  # more specific than those, which may be older
     for number in range(len(bad)):
         world.expect("Rejected", f"y-{number}")
 
@@ -2960,11 +2754,15 @@ def drift_events(server: ApiServer) -> list[str]:
     return sorted(event["message"] for event in events if event["reason"] == "DriftUndone")
 
 
+def restart_rollout(world: World, when: str) -> None:
+    note = {"annotations": {"kubectl.kubernetes.io/restartedAt": when}}
+    world.drift({"spec": {"template": {"metadata": note}}})
+
+
 QUICK_EDITS = {  # by the field that each of them changes
     "metadata.labels.managed-by": {"metadata": {"labels": {"managed-by": None}}},
     "spec.minReadySeconds": {"spec": {"minReadySeconds": 7}},
     "spec.template.spec.hostPID": in_template(hostPID=True),
-    "spec.template.spec.priorityClassName": in_template(priorityClassName="theirs"),
     "spec.template.spec.nodeSelector": in_template(nodeSelector={"a": "b"}),
     f"metadata.annotations.{STAMP_ANNOTATION}": {
         "metadata": {"annotations": {STAMP_ANNOTATION: None}}
@@ -3016,19 +2814,12 @@ def test_a_fight_is_reported_paced_and_never_given_up_until_something_new_is_wan
     world.deploy()
     before = world.made()["spec"]
     edit = in_template(hostPID=True)
-    repairs = []
-    for _ in range(12):
+    eventually(world.is_idle)
+    world.set("backoff", lambda failures, most: most)  # a pause takes minutes
+    for _ in range(7):
         world.drift(edit)
         eventually(lambda: world.made()["spec"], before)
-        repairs.append(time.monotonic())
-    pauses = [later - earlier for earlier, later in itertools.pairwise(repairs)]
-    assert all(pause > 0.04 * n for n, pause in enumerate(pauses[6:], 1)), pauses
-
-    eventually(world.is_idle)
-    world.set("backoff", lambda failures, most: most)  # now it pauses for minutes
-    world.drift(edit)
-    eventually(lambda: world.made()["spec"], before)
-    eventually(world.is_stamped)
+        eventually(world.is_stamped)
     world.drift(edit)
     said = "admin changed spec.template.spec.hostPID"
     status = f"sked is backing off; the last time, {said}; sked has reverted it"
@@ -3104,7 +2895,6 @@ WRITES = "(create|update|patch) daemonsets"  # what a policy applies to
 
 
 def test_a_policy_that_rewrites_images_is_accepted_and_restarts_nobody(world, server, kubelets):
-    """Nor does a pool that came or went while sked was down."""
     server.webhook = admission(WRITES, to_mirror)
     for node in "abc":
         kubelets.add_node(node, pool=node)
@@ -3118,13 +2908,6 @@ def test_a_policy_that_rewrites_images_is_accepted_and_restarts_nobody(world, se
     world.start()
     eventually(lambda: uids(kubelets), {node: before[node] for node in "bc"})
     world.expect("AllReady", "pool")
-    world.stop()
-    world.remove("pool")
-    eventually(lambda: kubelets.pods("pool"), nothing)
-    world.start()
-    eventually(lambda: uids(kubelets).keys(), {"a", "b", "c"})
-    eventually(world.nodes, ready_on(3))
-    assert {node: uids(kubelets)[node] for node in "bc"} == {node: before[node] for node in "bc"}
 
     world.edit(sched=LAVD)
     world.expect("AllReady")
@@ -3132,7 +2915,7 @@ def test_a_policy_that_rewrites_images_is_accepted_and_restarts_nobody(world, se
     assert drift_events(server) == []
 
 
-def test_under_such_a_policy_drift_is_still_undone_and_named(world, server):
+def test_under_such_a_policy_only_drift_of_our_own_fields_is_undone_and_named(world, server):
     server.webhook = admission(WRITES, to_mirror)
     world.deploy()
     before = world.made()["spec"]
@@ -3141,22 +2924,14 @@ def test_under_such_a_policy_drift_is_still_undone_and_named(world, server):
     world.drift(in_template(containers=[SCHEDULER | {"image": "ghcr.io/evil/image"}]))
     eventually(lambda: len(drift_events(server)), 2)
     assert world.made()["spec"] == before
+    for number in range(9):  # more than a fight takes
+        since = time.time()
+        restart_rollout(world, str(number))
+        eventually(lambda since=since: world.written(since), contains("patch daemonsets"))
+    eventually(world.is_idle)
     said = [message.partition(" changed ")[2].partition(";")[0] for message in drift_events(server)]
     pod = "spec.template.spec"
     assert said == [f"{pod}.containers.scx.image", f"{pod}.hostPID"]
-
-
-def test_under_such_a_policy_somebody_elses_field_is_not_called_drift(world, server):
-    server.webhook = admission(WRITES, to_mirror)
-    world.deploy()
-    for number in range(9):  # more than a fight takes
-        since = time.time()
-        note = {"kubectl.kubernetes.io/restartedAt": str(number)}
-        world.drift({"spec": {"template": {"metadata": {"annotations": note}}}})
-        eventually(lambda since=since: world.written(since), contains("patch daemonsets"))
-    eventually(world.is_idle)
-    assert "reverted" not in str(world.messages())
-    assert drift_events(server) == []
 
 
 def test_a_stamp_that_admission_strips_makes_no_busy_loop_and_one_log_line(
@@ -3306,27 +3081,20 @@ def test_each_optional_field_sets_its_daemonset_field_and_nothing_else(row):
 
 
 def test_a_probe_image_adds_an_unprivileged_container_with_a_startup_probe():
-    expected = """
-        name: probe
-        image: busybox:stable
-        terminationMessagePolicy: File
-        startupProbe:
-          exec: {command: [grep, -qx, enabled, /sys/kernel/sched_ext/state]}
-          periodSeconds: 2
-          timeoutSeconds: 5
-          successThreshold: 1
-          failureThreshold: 15
-        securityContext:
-          runAsNonRoot: true
-          runAsUser: 65534
-          readOnlyRootFilesystem: true
-          allowPrivilegeEscalation: false
-          capabilities: {drop: [ALL]}
-        """
     built = sked.build_daemonset(given(probeImage="busybox:stable"))
     scx, probe = pod_spec(built)["containers"]
-    assert probe.pop("command")[:2] == ["sh", "-c"]
-    assert probe == yaml.safe_load(expected)
+    assert (probe["name"], probe["image"]) == ("probe", "busybox:stable")
+    assert probe["terminationMessagePolicy"] == "File"
+    look = ["grep", "-qx", "enabled", "/sys/kernel/sched_ext/state"]
+    assert probe["startupProbe"]["exec"] == {"command": look}
+    unprivileged = {
+        "runAsNonRoot": True,
+        "runAsUser": 65534,
+        "readOnlyRootFilesystem": True,
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert probe["securityContext"] == unprivileged
     pod_spec(built)["containers"] = [scx]
     assert built == PLAIN
 
@@ -3457,17 +3225,15 @@ def test_a_schedext_yields_to_longer_selectors_that_select_some_of_its_nodes(
 @cases(
     "mine, other, expected",
     """
-    the other is older: {mine: {created: "2"}, other: {created: "1"}, expected: true}
+    the other is older: {mine: {created: "2"}, other: {created: "1"}}
     the other is younger: {mine: {created: "1"}, other: {created: "2"}, expected: false}
-    as old, the other comes first by name: {mine: {name: b}, other: {name: a}, expected: true}
+    as old, the other comes first by name: {mine: {name: b}, other: {name: a}}
     as old, the other comes last by name: {mine: {name: a}, other: {name: b}, expected: false}
     the other was never applied: {mine: {created: "1"}, other: {name: a}, expected: false}
-    the other is suspended:
-      mine: {created: "2"}
-      other: {created: "1", suspend: true}
-      expected: true
+    the other is suspended: {mine: {created: "2"}, other: {created: "1", suspend: true}}
     itself: {mine: {name: x}, other: {name: x}, expected: false}
     """,
+    expected=True,
 )
 def test_of_two_selectors_of_the_same_length_the_older_schedext_wins(mine, other, expected):
     mine = {"name": "x"} | mine
@@ -3512,12 +3278,6 @@ def test_any_number_of_pools_with_the_same_two_labels_needs_two_terms():
     assert len(terms(sked.build_daemonset(for_nodes("", "x"), winners))) == 2
 
 
-def test_pools_within_pools_need_no_terms_of_their_own():
-    outer = [for_nodes(f"pool={n}") for n in range(9)]
-    inner = [for_nodes(f"instance={n},pool={n}") for n in range(9)]
-    assert len(terms(sked.build_daemonset(for_nodes("", "x"), [*inner, *outer]))) == 1
-
-
 @pytest.mark.parametrize("lengths, allowed", [((10, 10), True), ((101,), False), ((11, 10), False)])
 def test_more_than_a_hundred_terms_are_refused(lengths, allowed):
     winners = [
@@ -3531,30 +3291,18 @@ def test_more_than_a_hundred_terms_are_refused(lengths, allowed):
 # ---------------------------------------------------------------- pods
 
 # A plain SchedExt's DaemonSet as Kubernetes 1.36 stores it.
-STORED = yaml.safe_load("""
-apiVersion: apps/v1
-kind: DaemonSet
+STORED = merge(
+    PLAIN,
+    yaml.safe_load("""
 metadata:
-  name: scx-rusty
-  namespace: tools
   uid: d-1
   resourceVersion: "7"
   generation: 1
   creationTimestamp: "2026-01-01T00:00:00Z"
   annotations: {deprecated.daemonset.template.generation: "1"}
-  labels: {managed-by: sked-controller}
-  ownerReferences:
-  - apiVersion: sked.schedkit.io/v1
-    kind: SchedExt
-    name: scx-rusty
-    uid: u-1
-    controller: true
-    blockOwnerDeletion: true
 spec:
   revisionHistoryLimit: 10
-  selector: {matchLabels: {name: scx-rusty}}
   template:
-    metadata: {labels: {managed-by: sked-controller, name: scx-rusty}}
     spec:
       containers:
       - name: scx
@@ -3577,7 +3325,8 @@ status:
   numberReady: 2
   observedGeneration: 1
   updatedNumberScheduled: 2
-""")
+"""),
+)
 
 
 def stored(**spec: Any) -> dict:
@@ -3644,16 +3393,10 @@ def up(seconds: int, ready: bool = True) -> dict:
 @cases(
     "container, status, reason, words",
     """
-    starting:
-      container: {state: {waiting: {reason: ContainerCreating}}}
-      reason: ""
-      words: ""
-    initializing:
-      container: {state: {waiting: {reason: PodInitializing}}}
-      reason: ""
-      words: ""
-    no state yet: {reason: "", words: ""}
-    up: {container: {state: {running: {}}, lastState: {}}, reason: "", words: ""}
+    starting: {container: {state: {waiting: {reason: ContainerCreating}}}, reason: ""}
+    initializing: {container: {state: {waiting: {reason: PodInitializing}}}, reason: ""}
+    no state yet: {reason: ""}
+    up: {container: {state: {running: {}}, lastState: {}}, reason: ""}
     ErrImagePull:
       container: {state: {waiting: {reason: ErrImagePull, message: not found}}}
       reason: ErrImagePull
@@ -3667,52 +3410,43 @@ def up(seconds: int, ready: bool = True) -> dict:
       words: gone
     first crash:
       container: {state: {terminated: {exitCode: 1, reason: Error}}}
-      reason: CrashLoopBackOff
       words: exit code 1; see 'kubectl logs -n tools p -c scx'
     second crash:
       container:
         state: {terminated: {exitCode: 2, reason: Error}}
         lastState: {terminated: {exitCode: 1, reason: Error}}
         restartCount: 1
-      reason: CrashLoopBackOff
       words: exit code 2, 1 restart; see 'kubectl logs -n tools p -c scx --previous'
     backing off:
       container:
         state: {waiting: {reason: CrashLoopBackOff, message: back-off 10s}}
         lastState: {terminated: {exitCode: 2, reason: Error}}
         restartCount: 7
-      reason: CrashLoopBackOff
       words: exit code 2, 7 restarts; see 'kubectl logs -n tools p -c scx --previous'
     up again:
       container:
         state: {running: {}}
         lastState: {terminated: {exitCode: 2, reason: Error}}
         restartCount: 7
-      reason: CrashLoopBackOff
       words: exit code 2, 7 restarts; see 'kubectl logs -n tools p -c scx --previous'
     up again, exit code lost:
       container: {state: {running: {}}, restartCount: 3}
-      reason: CrashLoopBackOff
       words: exit code unknown, 3 restarts; see 'kubectl logs -n tools p -c scx --previous'
     backing off, everything else lost:
       container: {state: {waiting: {reason: CrashLoopBackOff}}}
-      reason: CrashLoopBackOff
       words: exit code unknown; see 'kubectl logs -n tools p -c scx'
     out of memory:
       container: {state: {terminated: {exitCode: 137, reason: OOMKilled}}}
-      reason: CrashLoopBackOff
       words: exit code 137 (OOMKilled); see 'kubectl logs -n tools p -c scx'
     termination message:
       container:
         state: {terminated: {exitCode: 1, message: "cannot attach:\\n Device or resource busy\\n"}}
-      reason: CrashLoopBackOff
       words: "exit code 1: cannot attach: | Device or resource busy;
          see 'kubectl logs -n tools p -c scx'"
     the image's program does not exist:
       container:
         state: {terminated: {exitCode: 127, reason: Error}}
         restartCount: 1
-      reason: CrashLoopBackOff
       words: exit code 127, 1 restart; see 'kubectl describe pod -n tools p'
     evicted:
       status: {phase: Failed, reason: Evicted, message: disk pressure}
@@ -3725,6 +3459,8 @@ def up(seconds: int, ready: bool = True) -> dict:
       reason: Unschedulable
       words: 0/3 nodes
     """,
+    reason="CrashLoopBackOff",
+    words="",
     container={},
     status={},
 )
@@ -3755,12 +3491,10 @@ def test_a_long_termination_message_keeps_its_end():
         ready: false
         restartCount: 1
         state: {terminated: {exitCode: 1, finishedAt: 1, message: "it is 'disabled'\n"}}
-      reason: NotAttached
       words: "it is 'disabled'; its log may say why: 'kubectl logs -n tools p -c scx'"
     nothing is attached an hour after a crash:
       scx: {ready: true, restartCount: 1, state: {running: {startedAt: 3600}}}
       probe: *nothing
-      reason: NotAttached
       words: "it is 'disabled'; its log may say why: 'kubectl logs -n tools p -c scx'"
     the scheduler crashes:
       scx: {ready: false, restartCount: 1, state: &crash {terminated: {exitCode: 1, finishedAt: 2}}}
@@ -3773,7 +3507,6 @@ def test_a_long_termination_message_keeps_its_end():
       reason: CrashLoopBackOff
       words: exit code 1, 7 restarts; see 'kubectl logs -n tools p -c scx --previous'
     the probe's image cannot be pulled:
-      scx: *up
       probe: {state: {waiting: {reason: ErrImagePull, message: not found}}}
       reason: ErrImagePull
       words: "the probe does not run (its image needs sh and grep): not found"
@@ -3788,34 +3521,25 @@ def test_a_long_termination_message_keeps_its_end():
       reason: CrashLoopBackOff
       words: exit code unknown, 1 restart; see 'kubectl logs -n tools p -c scx --previous'
     the probe ended and the kubelet lost how:
-      scx: *up
       probe: {ready: false, restartCount: 1, state: {running: {startedAt: 2}}}
-      reason: NotAttached
       words: "no scheduler is attached; its log may say why: 'kubectl logs -n tools p -c scx'"
     the probe was killed:
-      scx: *up
       probe: {restartCount: 1, state: {terminated: {exitCode: 137, reason: Error, finishedAt: 1}}}
-      reason: NotAttached
       words: "no scheduler is attached; its log may say why: 'kubectl logs -n tools p -c scx'"
     the probe backs off and the kubelet lost how it ended:
-      scx: *up
       probe: {restartCount: 3, state: {waiting: {reason: CrashLoopBackOff}}}
-      reason: NotAttached
       words: "no scheduler is attached; its log may say why: 'kubectl logs -n tools p -c scx'"
     the probe's image has no grep:
-      scx: *up
       probe: {restartCount: 1, state: {terminated: {exitCode: 127, reason: Error, finishedAt: 1}}}
       reason: CrashLoopBackOff
       words: "the probe does not run (its image needs sh and grep): exit code 127, 1 restart;
          see 'kubectl describe pod -n tools p'"
     grep in the probe's image may not be run:
-      scx: *up
       probe: {restartCount: 1, state: {terminated: {exitCode: 126, reason: Error, finishedAt: 1}}}
       reason: CrashLoopBackOff
       words: "the probe does not run (its image needs sh and grep): exit code 126, 1 restart;
          see 'kubectl describe pod -n tools p'"
     the probe's image has no shell:
-      scx: *up
       probe:
         ready: false
         restartCount: 1
@@ -3825,6 +3549,8 @@ def test_a_long_termination_message_keeps_its_end():
       words: "the probe does not run (its image needs sh and grep): exit code 128 (StartError),
          1 restart: no sh in it; see 'kubectl describe pod -n tools p'"
     """,
+    scx=up(60),
+    reason="NotAttached",
 )
 def test_the_probe_reports_not_attached_unless_the_scheduler_itself_failed(
     scx, probe, reason, words
@@ -3849,19 +3575,16 @@ def test_an_unbound_pods_node_is_read_from_its_affinity():
 @cases(
     "started_ago, ready, watched, up_since",
     """
-    up for a minute before sked started:
-      started_ago: 60
-      ready: true
-      watched: false
-      up_since: 940
-    the node's clock is ahead: {started_ago: -3600, ready: true, watched: false, up_since: 1000}
+    up for a minute before sked started: {started_ago: 60, up_since: 940}
+    the node's clock is ahead: {started_ago: -3600, up_since: 1000}
     sked saw it start and the node's clock is behind:
       started_ago: 3600
-      ready: true
       watched: true
       up_since: 1000
-    not ready yet: {started_ago: 60, ready: false, watched: false, up_since: null}
+    not ready yet: {started_ago: 60, ready: false, up_since: null}
     """,
+    ready=True,
+    watched=False,
 )
 def test_a_pod_has_been_up_since_it_started_or_since_sked_saw_it_start(
     started_ago, ready, watched, up_since
@@ -3969,42 +3692,33 @@ def test_what_our_last_write_became_needs_no_other_write(path, value):
 
 
 EDITS = """
-    an image: [spec.template.spec.containers.0.image, evil, containers.scx.image]
-    a command: [spec.template.spec.containers.0.command, [sh], containers.scx.command]
-    an argument: [spec.template.spec.containers.0.args, [-v], containers.scx.args]
-    a variable: [spec.template.spec.containers.0.env, [{name: A, value: b}], containers.scx.env]
-    a mount:
-    - spec.template.spec.containers.0.volumeMounts
-    - [{name: v, mountPath: /v}]
-    - containers.scx.volumeMounts
-    a limit:
-    - spec.template.spec.containers.0.resources
-    - {limits: {cpu: "1"}}
-    - containers.scx.resources.limits
-    no privileges:
-    - spec.template.spec.containers.0.securityContext
-    - {privileged: false}
-    - containers.scx.securityContext.privileged
-    another container: [spec.template.spec.containers.1, {name: spy, image: spy}, containers.spy]
-    hostPID: [spec.template.spec.hostPID, true, hostPID]
-    a toleration: [spec.template.spec.tolerations, [{operator: Exists}], tolerations]
-    a priority: [spec.template.spec.priorityClassName, high, priorityClassName]
-    a pull secret: [spec.template.spec.imagePullSecrets, [{name: s}], imagePullSecrets]
-    a volume: [spec.template.spec.volumes, [{name: v, emptyDir: {}}], volumes]
-    a nodeSelector: [spec.template.spec.nodeSelector, {a: b}, nodeSelector]
+    an image: [template.spec.containers.0.image, evil, containers.scx.image]
+    a command: [template.spec.containers.0.command, [sh], containers.scx.command]
+    an argument: [template.spec.containers.0.args, [-v], containers.scx.args]
+    a variable: [template.spec.containers.0.env, [{name: A, value: b}], containers.scx.env]
+    a mount: [template.spec.containers.0.volumeMounts, [{name: v, mountPath: /v}], volumeMounts]
+    a limit: [template.spec.containers.0.resources, {limits: {cpu: "1"}}, resources.limits]
+    no privileges: [template.spec.containers.0.securityContext, {privileged: false}, privileged]
+    another container: [template.spec.containers.1, {name: spy, image: spy}, containers.spy]
+    hostPID: [template.spec.hostPID, true, hostPID]
+    a toleration: [template.spec.tolerations, [{operator: Exists}], tolerations]
+    a priority: [template.spec.priorityClassName, high, priorityClassName]
+    a pull secret: [template.spec.imagePullSecrets, [{name: s}], imagePullSecrets]
+    a volume: [template.spec.volumes, [{name: v, emptyDir: {}}], volumes]
+    a nodeSelector: [template.spec.nodeSelector, {a: b}, nodeSelector]
     an affinity:
-    - spec.template.spec.affinity.nodeAffinity
+    - template.spec.affinity.nodeAffinity
     - {requiredDuringSchedulingIgnoredDuringExecution: {nodeSelectorTerms: [{}]}}
     - affinity
-    a label of the pods: [spec.template.metadata.labels.managed-by, me, labels.managed-by]
-    a strategy: [spec.updateStrategy.rollingUpdate.maxUnavailable, 9, maxUnavailable]
-    minReadySeconds: [spec.minReadySeconds, 5, minReadySeconds]
+    a label of the pods: [template.metadata.labels.managed-by, me, labels.managed-by]
+    a strategy: [updateStrategy.rollingUpdate.maxUnavailable, 9, maxUnavailable]
+    minReadySeconds: [minReadySeconds, 5, minReadySeconds]
 """
 
 
 @pytest.mark.parametrize("path, value, named", table(EDITS))
 def test_an_edit_of_what_sked_owns_is_undone_and_named(path, value, named):
-    have = merge(changed(path, value, stamped(STORED)), LATER)
+    have = merge(changed(f"spec.{path}", value, stamped(STORED)), LATER)
     target = planned(have)
     answer = answered(target)
     assert answer["spec"] == STORED["spec"]
@@ -4124,9 +3838,7 @@ def test_a_stamp_that_is_missing_or_nonsense_is_none_and_a_new_one_restarts_nobo
 @cases(
     "spec, changes",
     """
-    a field is set:
-      spec: {minReadySeconds: 35}
-      changes: {spec: {minReadySeconds: 35}}
+    a field is set: {spec: {minReadySeconds: 35}, changes: {spec: {minReadySeconds: 35}}}
     another strategy:
       spec: {updateStrategy: {type: OnDelete}}
       changes: {spec: {updateStrategy: {type: OnDelete, rollingUpdate: null}}}
@@ -4177,17 +3889,11 @@ def test_parking_changes_placement_strategy_and_stamp_and_nothing_else():
 @cases(
     "spec, changes, pods, expected",
     """
-    all pods are current: {pods: [settled, settled], expected: true}
-    a new nodeSelector: {spec: {nodeSelector: {a: b}}, pods: [settled, settled], expected: true}
+    all pods are current: {expected: true}
+    a new nodeSelector: {spec: {nodeSelector: {a: b}}, expected: true}
     a new minReadySeconds: {spec: {minReadySeconds: 35}, pods: [settled], expected: true}
-    one is on a tainted node:
-      changes: {status: {numberMisscheduled: 1}}
-      pods: [settled, settled]
-      expected: true
-    a node is lost:
-      changes: {status: {desiredNumberScheduled: 3}}
-      pods: [settled, settled]
-      expected: true
+    one is on a tainted node: {changes: {status: {numberMisscheduled: 1}}, expected: true}
+    a node is lost: {changes: {status: {desiredNumberScheduled: 3}}, expected: true}
     the status still counts a lost node:
       changes: {status: {currentNumberScheduled: 3}}
       pods: [of the current template, settled]
@@ -4195,16 +3901,11 @@ def test_parking_changes_placement_strategy_and_stamp_and_nothing_else():
     all pods are old except one that is being deleted:
       changes: {status: {updatedNumberScheduled: 1}}
       pods: [older, older]
-      expected: false
     all nodes are lost and their pods are old:
       changes: {status: {currentNumberScheduled: 0, updatedNumberScheduled: null}}
       pods: [older, older]
-      expected: false
-    a new image: {spec: {sched: scx}, pods: [settled, settled], expected: false}
-    a new limit:
-      spec: {resources: {limits: {cpu: 1}}}
-      pods: [settled, settled]
-      expected: false
+    a new image: {spec: {sched: scx}}
+    a new limit: {spec: {resources: {limits: {cpu: 1}}}}
     no pods yet:
       changes: {status: {currentNumberScheduled: 0, updatedNumberScheduled: 0}}
       pods: []
@@ -4213,21 +3914,18 @@ def test_parking_changes_placement_strategy_and_stamp_and_nothing_else():
       changes:
         status: {currentNumberScheduled: 0, updatedNumberScheduled: 0, numberMisscheduled: 2}
       pods: []
-      expected: false
     the pod watch hangs: {pods: [settled, older], expected: true}
     the status says that one is old:
       changes: {status: {updatedNumberScheduled: 1}}
       pods: [settled]
-      expected: false
     the pods say that one is old:
       changes: {status: {numberMisscheduled: 1}}
       pods: [settled, older]
-      expected: false
     somebody edited the DaemonSet, and its pods may run the edit:
       changes: {metadata: {generation: 2}, status: {observedGeneration: 2}}
-      pods: [settled, settled]
-      expected: false
     """,
+    pods=["settled", "settled"],
+    expected=False,
     spec={},
     changes={},
 )
@@ -4270,11 +3968,11 @@ def pooled(changes: dict | None = None) -> dict:
 @cases(
     "spec, pools, changes, stays",
     """
-    another pool: {pools: [pool=batch], stays: true}
-    the pool is removed: {pools: [], stays: true}
-    a new nodeSelector: {spec: {nodeSelector: {a: b}}, stays: true}
-    suspended: {spec: {suspend: true}, stays: true}
-    a new minReadySeconds: {spec: {minReadySeconds: 35}, stays: true}
+    another pool: {pools: [pool=batch]}
+    the pool is removed: {pools: []}
+    a new nodeSelector: {spec: {nodeSelector: {a: b}}}
+    suspended: {spec: {suspend: true}}
+    a new minReadySeconds: {spec: {minReadySeconds: 35}}
     a new image: {spec: {sched: scx}, stays: false}
     a new probe: {spec: {probeImage: busybox}, stays: false}
     a new toleration: {spec: {tolerations: [{operator: Exists}]}, pools: [], stays: false}
@@ -4282,7 +3980,6 @@ def pooled(changes: dict | None = None) -> dict:
       changes:
         metadata: {generation: 3}
         spec: {template: {spec: {tolerations: [{operator: Exists}]}}}
-      stays: true
     drift in the strategy:
       changes: {metadata: {generation: 3}, spec: {updateStrategy: {type: RollingUpdate}}}
       stays: false
@@ -4294,8 +3991,8 @@ def pooled(changes: dict | None = None) -> dict:
     another pool while all pods are current:
       pools: [pool=batch]
       changes: {status: {updatedNumberScheduled: 2}}
-      stays: true
     """,
+    stays=True,
     spec={},
     pools=["pool=latency"],
     changes={},
@@ -4308,22 +4005,19 @@ def test_a_parked_daemonset_stays_parked_until_its_pods_must_restart(spec, pools
 @cases(
     "changes, pods, expected",
     """
-    by the counts: {changes: {updatedNumberScheduled: 2}, pods: [settled, settled], expected: true}
+    by the counts: {changes: {updatedNumberScheduled: 2}, expected: true}
     by the pods:
       changes: {numberMisscheduled: 1}
       pods: [of the current template, settled]
       expected: true
-    not all of them: {changes: {updatedNumberScheduled: 1}, pods: [settled, older], expected: false}
-    none of them: {changes: {}, pods: [settled, settled], expected: false}
-    there are none:
-      changes: {currentNumberScheduled: 0, desiredNumberScheduled: 0}
-      pods: []
-      expected: false
+    not all of them: {changes: {updatedNumberScheduled: 1}, pods: [settled, older]}
+    none of them: {changes: {}}
+    there are none: {changes: {currentNumberScheduled: 0, desiredNumberScheduled: 0}, pods: []}
     the counts are of an earlier template:
       changes: {updatedNumberScheduled: 2, observedGeneration: 1}
-      pods: [settled, settled]
-      expected: false
     """,
+    pods=["settled", "settled"],
+    expected=False,
 )
 def test_a_parked_daemonset_gets_its_strategy_back_when_all_pods_are_current_anyway(
     changes, pods, expected
@@ -4349,34 +4043,33 @@ def test_a_patch_sets_what_is_new_and_removes_what_is_gone():
     assert sked.merge_patch(before, after) == {"b": {"d": 3}, "e": [2], "h": None, "j": {}}
 
 
+def write_by(manager: str, second: int, subresource: str = "") -> dict:
+    """An entry of managedFields."""
+    entry = {"manager": manager, "time": f"2026-01-01T00:00:0{second}Z"}
+    return entry | ({"subresource": subresource} if subresource else {})
+
+
 @pytest.mark.parametrize(
-    "entries, editor",
+    "writes, editor",
     table("""
     nobody: [[], an unknown client]
-    only sked: [[{manager: sked, time: "2026-01-01T00:00:02Z"}], an unknown client]
-    the last of two:
-    - - {manager: kubectl-edit, time: "2026-01-01T00:00:03Z"}
-      - {manager: helm, time: "2026-01-01T00:00:02Z"}
-    - kubectl-edit
-    in the second of our last write:
-    - - {manager: kubectl-edit, time: "2026-01-01T00:00:03Z"}
-      - {manager: sked, time: "2026-01-01T00:00:03Z"}
-    - kubectl-edit
+    only sked: [[[sked, 2]], an unknown client]
+    the last of two: [[[kubectl-edit, 3], [helm, 2]], kubectl-edit]
+    in the second of our last write: [[[kubectl-edit, 3], [sked, 3]], kubectl-edit]
     not one before our last write, because a removed field leaves no trace:
-    - - {manager: kubectl-edit, time: "2026-01-01T00:00:02Z"}
-      - {manager: sked, time: "2026-01-01T00:00:03Z"}
-      - {manager: sked, subresource: status, time: "2026-01-01T00:00:01Z"}
+    - [[kubectl-edit, 2], [sked, 3], [sked, 1, status]]
     - an unknown client
-    not the writer of the status:
-    - - {manager: kubectl-edit, time: "2026-01-01T00:00:02Z"}
-      - {manager: kcm, subresource: status, time: "2026-01-01T00:00:03Z"}
-    - kubectl-edit
-    without a time: [[{manager: old}], old]
-    without a name: [[{time: "2026-01-01T00:00:03Z"}], an unknown client]
+    not the writer of the status: [[[kubectl-edit, 2], [kcm, 3, status]], kubectl-edit]
     """),
 )
-def test_the_last_editor_is_neither_sked_nor_a_writer_of_the_status(entries, editor):
+def test_the_last_editor_is_neither_sked_nor_a_writer_of_the_status(writes, editor):
+    entries = [write_by(*write) for write in writes]
     assert sked.last_editor({"metadata": {"managedFields": entries}}) == editor
+
+
+def test_an_editor_may_have_no_time_or_no_name():
+    for entry, editor in (({"manager": "old"}, "old"), ({"time": NOW}, "an unknown client")):
+        assert sked.last_editor({"metadata": {"managedFields": [entry]}}) == editor
 
 
 # ---------------------------------------------------------------- status
@@ -4406,12 +4099,9 @@ def status_of(seen: sked.Observed, steady: float = 0.0, blocked: Any = None) -> 
     "pods, spec, changes, winners, steady, reason, words",
     """
     the controller has not seen the last change:
-      pods: []
       changes: {metadata: {generation: 2}}
-      reason: RollingOut
       words: waiting for the DaemonSet controller
     suspended:
-      pods: []
       spec: {suspend: true}
       changes: {status: {desiredNumberScheduled: 0}}
       reason: Suspended
@@ -4420,21 +4110,16 @@ def status_of(seen: sked.Observed, steady: float = 0.0, blocked: Any = None) -> 
       pods: [settled, settled]
       spec: {suspend: true}
       changes: {metadata: {generation: 2}}
-      reason: RollingOut
       words: waiting for the DaemonSet controller
     suspended while the last pods are ending:
-      pods: []
       spec: {suspend: true}
       changes: {status: {desiredNumberScheduled: 0, numberMisscheduled: 2}}
-      reason: RollingOut
       words: "suspended; waiting for pods to end: 2"
     no nodes:
-      pods: []
       changes: {status: {desiredNumberScheduled: 0}}
       reason: NoNodes
       words: "no node to run on: check that 'kubectl get nodes' lists nodes, and their taints"
     no nodes match the nodeSelector:
-      pods: []
       spec: {nodeSelector: {pool: latency, a: ""}}
       changes: {status: {desiredNumberScheduled: 0}}
       reason: NoNodes
@@ -4444,57 +4129,40 @@ def status_of(seen: sked.Observed, steady: float = 0.0, blocked: Any = None) -> 
     one has just started and the DaemonSet does not know yet:
       pods: [young]
       changes: {status: {numberReady: 0}}
-      reason: RollingOut
       words: ready on 0 of 2 nodes, updated on 2; waiting for the pods to stay up for 10 s
     one has just started:
       pods: [settled, young]
-      reason: RollingOut
       words: ready on 1 of 2 nodes, updated on 2; waiting for the pods to stay up for 10 s
-    one starting:
-      pods: [settled, starting]
-      reason: RollingOut
-      words: "ready on 1 of 2 nodes, updated on 2"
-    one missing:
-      pods: [settled]
-      reason: RollingOut
-      words: "ready on 1 of 2 nodes, updated on 2"
+    one starting: {pods: [settled, starting], words: "ready on 1 of 2 nodes, updated on 2"}
+    one missing: {pods: [settled], words: "ready on 1 of 2 nodes, updated on 2"}
     the DaemonSet says one is old:
       pods: [settled, settled]
       changes: {status: {updatedNumberScheduled: 1}}
-      reason: RollingOut
       words: ready on 2 of 2 nodes, updated on 1
     the DaemonSet says one is not ready:
       pods: [settled, settled]
       changes: {status: {numberReady: 1}}
-      reason: RollingOut
       words: ready on 1 of 2 nodes, updated on 2
     a pod on a tainted node does not hide one that never started:
       pods: [settled, settled, starting]
       changes: {status: {numberReady: 1, numberMisscheduled: 1}}
-      reason: RollingOut
       words: ready on 1 of 2 nodes, updated on 2
     a pod on a tainted node does not hide one that has just started:
       pods: [settled, settled, young]
       changes: {status: {numberMisscheduled: 1}}
-      reason: RollingOut
       words: ready on 1 of 2 nodes, updated on 2; waiting for the pods to stay up for 10 s
-    the pods say one is old:
-      pods: [settled, older]
-      reason: RollingOut
-      words: for the last old pods to go
+    the pods say one is old: {pods: [settled, older], words: for the last old pods to go}
     the user's strategy is OnDelete and a new node has no pod yet:
       pods: [settled]
       spec: {updateStrategy: {type: OnDelete}}
       changes:
         spec: {updateStrategy: {type: OnDelete}}
         status: {currentNumberScheduled: 1, updatedNumberScheduled: 1, numberReady: 1}
-      reason: RollingOut
       words: ready on 1 of 2 nodes, updated on 1
     the user's strategy is OnDelete:
       pods: [settled, older]
       spec: {updateStrategy: {type: OnDelete}}
       changes: {spec: {updateStrategy: {type: OnDelete}}, status: {updatedNumberScheduled: 1}}
-      reason: RollingOut
       words: "run 'kubectl delete pod -n tools -l name=scx-rusty,managed-by=sked-controller'"
     parked:
       pods: [settled, older]
@@ -4511,7 +4179,6 @@ def status_of(seen: sked.Observed, steady: float = 0.0, blocked: Any = None) -> 
       changes:
         metadata: *parked
         status: {updatedNumberScheduled: 1}
-      reason: RollingOut
       words: ready on 1 of 2 nodes, updated on 2; waiting for the pods to stay up for 10 s
     one crashes:
       pods: [settled, crashing]
@@ -4521,7 +4188,6 @@ def status_of(seen: sked.Observed, steady: float = 0.0, blocked: Any = None) -> 
       pods: [settled]
       changes: {status: {currentNumberScheduled: 1, numberReady: 1}}
       steady: 9
-      reason: RollingOut
       words: ready on 1 of 2 nodes, updated on 2
     a new node has had no pod for a while:
       pods: [settled]
@@ -4531,7 +4197,6 @@ def status_of(seen: sked.Observed, steady: float = 0.0, blocked: Any = None) -> 
       words: "failing on 1 of 2 nodes; 1 without a pod: see 'kubectl describe daemonset -n tools
          scx-rusty'"
     no node has had a pod for a while:
-      pods: []
       changes: {status: {currentNumberScheduled: 0, numberReady: 0}}
       steady: 10
       reason: NodesFailing
@@ -4540,28 +4205,23 @@ def status_of(seen: sked.Observed, steady: float = 0.0, blocked: Any = None) -> 
     minReadySeconds is longer:
       pods: [settled, settled]
       changes: {spec: {minReadySeconds: 35}}
-      reason: RollingOut
       words: ready on 0 of 2 nodes, updated on 2; waiting for the pods to stay up for 35 s
     another one selects the same nodes and is older:
-      pods: []
       winners: [{labels: ""}]
       reason: Conflict
       words: "SchedExt tools/other selects the same nodes and is older: delete one of the two, or
          give this one another nodeSelector"
     an older one for the same nodes is suspended:
-      pods: []
       winners: [{labels: "", suspend: true}]
       reason: Conflict
       words: "SchedExt tools/other, which is suspended, selects the same nodes and is older: delete
          one of the two, or give this one another nodeSelector"
     of two older ones for the same nodes the one that runs is named:
-      pods: []
       winners: [{labels: "", name: third, created: "3"}, {labels: "", created: "2"}]
       reason: Conflict
       words: "SchedExt tools/other selects the same nodes and is older: delete one of the two, or
          give this one another nodeSelector"
     suspended beside an older one for the same nodes:
-      pods: []
       spec: {suspend: true}
       changes: {status: {desiredNumberScheduled: 0}}
       winners: [{labels: ""}]
@@ -4572,6 +4232,8 @@ def status_of(seen: sked.Observed, steady: float = 0.0, blocked: Any = None) -> 
       reason: AllReady
       words: running on 2 of 2 nodes
     """,
+    pods=[],
+    reason="RollingOut",
     spec={},
     changes={},
     winners=[],
@@ -4667,7 +4329,7 @@ def test_a_daemonset_of_another_owner_counts_for_nothing():
 @cases(
     "pods, changes, steady, blocked, seconds",
     """
-    nothing is under way: {pods: [settled, settled], seconds: .inf}
+    nothing is under way: {pods: [settled, settled]}
     the next pod settles: {pods: [settled, young], seconds: 1}
     a node has no pod:
       pods: [settled]
@@ -4678,10 +4340,10 @@ def test_a_daemonset_of_another_owner_counts_for_nothing():
       pods: [settled]
       changes: {status: {currentNumberScheduled: 1}}
       steady: 10
-      seconds: .inf
     blocked: {pods: [], blocked: 60, seconds: 60}
     blocked while a pod settles: {pods: [young], blocked: 60, seconds: 1}
     """,
+    seconds=math.inf,
     changes={},
     steady=0,
     blocked=0,
@@ -4695,21 +4357,6 @@ def test_sked_looks_again_when_time_alone_may_change_the_status(
 
 
 # ---------------------------------------------------------------- status on a cluster
-
-
-@pytest.mark.parametrize("seconds", [0, 1], ids=["SETTLE_SECONDS", "minReadySeconds"])
-def test_ready_waits_until_every_pod_has_stayed_up_long_enough(world, kubelets, seconds):
-    for node in "abc":
-        kubelets.add_node(node)
-    world.set("SETTLE_SECONDS", 0.5)
-    world.start()
-    world.add(minReadySeconds=seconds)
-    eventually(lambda: [*map(ready_since, kubelets.pods("x").values())].count(None), 0)
-    up = time.monotonic()
-    eventually(lambda: world.expect("RollingOut")["message"], contains("stay up"))
-    world.expect("AllReady")
-    assert time.monotonic() - up > max(0.5, seconds) - 0.2
-    assert world.nodes() == ready_on(3)
 
 
 def test_a_crash_loop_is_one_steady_failure_until_it_is_fixed(world, kubelets):
@@ -4859,13 +4506,8 @@ def test_a_foreign_condition_survives_a_concurrent_status_write(world, server, k
       old: {labels: pool=a}
       new: {labels: pool=a, status: {nodes: {}}}
       woken: {it: 1}
-    one that yields to the others appears:
-      new: {labels: "", created: "9"}
-      woken: {it: 0}
-    the first list:
-      new: {labels: pool=a}
-      is_first_list: true
-      woken: {it: 0}
+    one that yields to the others appears: {new: {labels: "", created: "9"}, woken: {it: 0}}
+    the first list: {new: {labels: pool=a}, is_first_list: true, woken: {it: 0}}
     """,
     old=None,
     new=None,
@@ -4910,22 +4552,6 @@ def test_of_two_schedexts_for_the_same_nodes_the_younger_waits_and_takes_over(wo
     eventually(lambda: events_of(server), [("Normal", "y", "AllReady"), conflict])
 
 
-def test_more_than_a_hundred_terms_are_rejected_and_leave_the_daemonset_alone(world, server):
-    def add_pool(labels):
-        world.add(f"pool-{labels}", nodeSelector={f"k{n}-{labels}": "x" for n in range(labels)})
-
-    add_pool(5)
-    add_pool(20)
-    world.deploy()
-    before = world.made()["spec"]
-    assert len(dig(before, f".template.spec{TERMS}")) == 100
-    add_pool(2)
-    assert "too many node pools" in world.expect("Rejected")["message"]
-    assert world.made()["spec"] == before
-    world.remove("pool-2")
-    world.expect("RollingOut")
-
-
 def test_adding_changing_and_removing_a_pool_restarts_no_pod_on_other_nodes(
     world, server, fleet, ns
 ):
@@ -4948,99 +4574,7 @@ def test_adding_changing_and_removing_a_pool_restarts_no_pod_on_other_nodes(
     assert uids(fleet)["c"] == first["c"]
 
 
-def test_parked_is_said_and_ends_by_itself_when_all_pods_are_of_one_template(world, fleet):
-    before = uids(fleet)
-    take_node_from_x(world)
-    eventually(lambda: world.expect("AllReady")["message"], contains("2 of 2 nodes; parked: only"))
-    world.remove("a")
-    eventually(lambda: world.expect("AllReady")["message"], "running on 3 of 3 nodes")
-    assert world.made()["spec"]["updateStrategy"]["type"] == "RollingUpdate"
-    assert {node: uids(fleet)[node] for node in "bc"} == {node: before[node] for node in "bc"}
-
-
-@pytest.mark.parametrize(
-    "meddle, nodes",
-    [
-        pytest.param(lambda world: world.add("b", nodeSelector=B), "ac", id="a pool is added"),
-        pytest.param(lambda world: world.drift(ON_DELETE), "abc", id="OnDelete set by hand"),
-    ],
-)
-def test_a_rollout_completes_despite_interference(world, fleet, meddle, nodes):
-    fleet.start_seconds = 0.2
-    world.edit(sched=LAVD)
-    eventually(lambda: [*running(fleet).values()], contains(LAVD))
-    meddle(world)
-    assert RUSTY in running(fleet).values()
-    world.expect("AllReady")
-    assert running(fleet) == dict.fromkeys(nodes, LAVD)
-
-
-def test_a_suspended_schedext_runs_nowhere_until_it_is_resumed(world, fleet):
-    fleet.stop_seconds = 1.0
-    world.edit(suspend=True)
-    assert "waiting for pods to end: 3" in world.expect("RollingOut")["message"]
-    ready = world.expect("Suspended")
-    assert (fleet.pods("x"), ready["status"]) == ({}, "True")
-    world.edit(suspend=None)
-    world.expect("AllReady")
-    assert running(fleet) == dict.fromkeys("abc", RUSTY)
-
-
 # ---------------------------------------------------------------- lost nodes, hanging watches, bugs
-
-
-def take_node_from_x(world: World, name: str = "a") -> None:
-    """Adds a pool that takes a node from x; waits until the DaemonSet controller has seen it."""
-    before = world.made()["metadata"]["generation"]
-    world.add(name, nodeSelector={"pool": name})
-    eventually(lambda: world.made()["status"]["observedGeneration"], at_least(before + 1))
-    assert stamp_on(world.made())["parked"]
-
-
-def test_fields_added_by_admission_are_not_drift_restart_no_pod_and_survive_an_update(
-    world, server, kubelets
-):
-    team = {"labels": {"team": "x"}}
-    added = merge({"metadata": team}, in_template(dnsConfig={"searches": ["x"]}))
-    added = merge(added, {"spec": {"template": {"metadata": team}}})
-
-    def webhook(request, obj):
-        if request.deed == "create pods":
-            return add_env(obj)
-        return merge(obj, added) if request.deed == "create daemonsets" else obj
-
-    server.webhook = webhook
-    for node in "ab":
-        kubelets.add_node(node, pool=node)
-    world.deploy("AllReady")
-    before = uids(kubelets)
-    take_node_from_x(world)
-    eventually(lambda: uids(kubelets), {"b": before["b"]})
-    world.edit(sched=LAVD)
-    world.expect("AllReady")
-    assert running(kubelets) == {"b": LAVD}
-    assert merge(world.made(), added) == world.made()
-    assert world.written().count("patch daemonsets") == 2  # for the pool, and for the image
-    assert drift_events(server) == []
-
-
-def test_pods_of_a_deleted_schedext_of_the_same_name_do_not_count(world, server, kubelets):
-    kubelets.add_node("n")
-    world.deploy("NodesFailing", sched="ghcr.io/x/y:nopull")
-    server.collect = False
-    world.remove()
-    server.delete("daemonsets", "default", "x")
-    world.add()
-    world.expect("AllReady")
-    assert len(server.list("pods", "default")) == 2
-    assert world.nodes()["failing"] == 0
-
-
-def change_container(kubelets: Kubelets, change: dict) -> None:
-    """Changes the reported status of the container on b."""
-    pod = kubelets.pods("x")["b"]
-    [container] = pod["status"]["containerStatuses"]
-    kubelets.report(pod, {"containerStatuses": [container | change]})
 
 
 def test_pods_forbidden_by_policy_in_the_middle_of_a_rollout_are_reported(world, server, fleet):
@@ -5142,10 +4676,9 @@ def test_an_orphan_is_not_adopted_if_the_watch_missed_the_deletion_of_its_schede
 def test_an_unreadable_pod_is_logged_with_its_traceback_and_affects_no_other_pod(
     world, fleet, caplog
 ):
-    died = {"terminated": {"exitCode": 1, "message": ["not", "a", "text"]}}
-    change_container(fleet, {"lastState": died})
+    fleet.report(fleet.pods("x")["b"], {"containerStatuses": ["not", "a", "map"]})
     eventually(lambda: caplog.text, contains("unexpected error in reading this pod"))
-    assert "AttributeError" in caplog.text
+    assert "Traceback" in caplog.text
     assert "cannot talk to" not in caplog.text
     fleet.add_node("new")
     eventually(lambda: world.nodes()["ready"], 4)
@@ -5167,19 +4700,6 @@ def test_an_operator_ends_if_it_is_stopped_before_its_caches_are_filled(server):
     eventually(workers, nothing)
     run.join(60)
     assert not run.is_alive()
-
-
-def test_a_bug_in_reconcile_is_logged_and_retried_not_reported_as_rejected(
-    world, server, mocker, caplog
-):
-    world.deploy()
-    broken = mocker.patch.object(sked, "plan", side_effect=ValueError("a bug"))
-    world.edit(sched=LAVD)
-    eventually(lambda: broken.call_count, at_least(3))
-    assert "default/x: unexpected error" in caplog.text and "ValueError: a bug" in caplog.text
-    mocker.stopall()
-    eventually(world.image, LAVD)
-    assert "Rejected" not in world.reasons()
 
 
 # ---------------------------------------------------------------- kills and signals
@@ -5311,38 +4831,6 @@ def test_a_leader_survives_one_failed_renewal_and_exits_after_many(server, repli
     assert [one.process.wait(60) for one in leaders] == [1, 1, 1]
     waited = min(map(seconds_ago, renewals))
     assert waited > HASTE["RENEW_DEADLINE_SECONDS"]
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_leader_that_stops_renewing_writes_nothing_more(
-    mocker, monkeypatch, server, haste, operate
-):
-    ended = mocker.patch("os._exit", side_effect=SystemExit)
-    monkeypatch.setattr(sked, "RENEW_SECONDS", 60.0)
-    monkeypatch.setattr(sked, "RENEW_DEADLINE_SECONDS", 1.0)
-    _, port = operate(*LEADER_ELECT)
-    server.create(schedext("in-time"))
-    eventually(lambda: images(server))
-    eventually(lambda: metrics_at(port)[MASTER], 0)
-    server.create(schedext("late"))
-    eventually(lambda: ended.called)
-    assert ended.call_args == mocker.call(1)
-    assert images(server) == {"in-time": RUSTY}
-
-
-def test_a_leader_that_finds_another_holder_stops_leading_at_once(server, mocker):
-    mocker.patch.object(sked, "monotonic", return_value=100.0)
-    elector = sked.Elector(connect(server.kubeconfig("sked")), "sked-system")
-    elector.take()
-    assert elector.leads()
-    server.patch("leases", "sked-system", LEASE, {"spec": {"holderIdentity": "another"}})
-    with pytest.raises(sked.ApiError, match="has been modified"):
-        elector.take()
-    assert elector.leads()  # its lease has not expired, as far as it knows
-    elector.is_current = False  # as run notes after a failure
-    elector.take()
-    assert not elector.leads()
-    assert lease(server)["holderIdentity"] == "another"
 
 
 def test_a_leader_whose_lease_is_taken_exits(server, replica):
@@ -5533,27 +5021,18 @@ def test_a_renewed_metrics_certificate_is_served(server, operate):
 @cases(
     "flag, context, environment, host",
     """
-    flag: {flag: ~/flag, context: null, environment: ~/env, host: "http://f1"}
-    flag and context: {flag: ~/flag, context: f2, environment: "", host: "http://f2"}
-    environment: {flag: null, context: null, environment: ~/env, host: "http://e1"}
-    first current-context wins:
-      flag: null
-      context: null
-      environment: "~/none:~/silent:~/env:~/flag"
-      host: "http://e1"
-    current-context in another file:
-      flag: null
-      context: null
-      environment: "~/other:~/flag:~/env"
-      host: "http://e1"
-    context in the second file:
-      flag: null
-      context: e1
-      environment: "~/flag:~/env"
-      host: "http://e1"
-    pod: {flag: null, context: null, environment: "", host: "https://127.0.0.1:6443"}
-    home: {flag: null, context: null, environment: null, host: "http://h1"}
+    flag: {flag: ~/flag, environment: ~/env, host: "http://f1"}
+    flag and context: {flag: ~/flag, context: f2, host: "http://f2"}
+    environment: {environment: ~/env, host: "http://e1"}
+    first current-context wins: {environment: "~/none:~/silent:~/env:~/flag", host: "http://e1"}
+    current-context in another file: {environment: "~/other:~/flag:~/env", host: "http://e1"}
+    context in the second file: {context: e1, environment: "~/flag:~/env", host: "http://e1"}
+    pod: {host: "https://127.0.0.1:6443"}
+    home: {environment: null, host: "http://h1"}
     """,
+    flag=None,
+    context=None,
+    environment="",
 )
 def test_the_configuration_comes_from_flag_environment_pod_or_home_in_this_order(
     in_pod, monkeypatch, flag, context, environment, host
@@ -5618,15 +5097,6 @@ def test_a_kubeconfig_that_cannot_be_used_is_told_with_the_ways_to_name_another(
     hint = "choose another one with --kubeconfig, $KUBECONFIG or --context"
     expected = f"sked: cannot use the kubeconfig /none: there is no such file; {hint}"
     assert sked.main([]) == expected
-
-
-def test_missing_packages_are_named_with_the_command_that_installs_them():
-    # -S: without site-packages
-    command = [sys.executable, "-I", "-S", "sked.py", "--version"]
-    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (1, "")
-    said = "sked: No module named '.*': .* 'pip install -r requirements.txt'\n"
-    assert re.fullmatch(said, done.stderr)
 
 
 def test_a_program_that_imports_sked_can_handle_missing_packages():
@@ -5785,11 +5255,20 @@ def test_an_interrupted_render_of_stdin_says_how_stdin_ends():
     assert err == b"sked: interrupted while reading stdin (end it with Ctrl-D)\n"
 
 
-def test_a_problem_is_one_line_on_stderr_and_exit_code_1():
-    command = [sys.executable, "sked.py", "--render=/none.yaml"]
+@pytest.mark.parametrize(
+    "flags, problem",
+    table("""
+    missing packages:  # -S: without site-packages
+    - -I -S sked.py --version
+    - "No module named '.*': .* 'pip install -r requirements.txt'"
+    no file: [sked.py --render=/none.yaml, .*/none.yaml.*]
+    """),
+)
+def test_a_problem_is_one_line_on_stderr_and_exit_code_1(flags, problem):
+    command = [sys.executable, *flags.split()]
     done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
-    assert re.fullmatch("sked: .*/none.yaml.*\n", done.stderr)
+    assert re.fullmatch(f"sked: {problem}\n", done.stderr)
 
 
 # ---------------------------------------------------------------- install.yaml: the CRD
@@ -5798,41 +5277,23 @@ DIGEST = "sha256:" + "0123456789abcdef" * 4
 ACCEPTED = [
     *yaml.safe_load("""
     - {sched: scx_rusty}
-    - {sched: "schedkit/scx_rusty:1.0"}
-    - {sched: localhost/scx}
     - {sched: "localhost:5000/a/b:v1"}
     - {sched: "Registry.Example.com:5000/team/scx:1.2.3"}
-    - {sched: "10.0.0.1:5000/scx"}
-    - {sched: "[::1]/scx"}
     - {sched: "[2001:db8::A]:5000/a/scx:tag"}
     - {sched: a.b_c__d-e---f/x1}
     - {sched: "scx:_a.b-C"}
-    - {nodeSelector: {}}
     - {nodeSelector: {pool: latency, kubernetes.io/arch: arm64, "1": A.b_c-9}}
-    - {nodeSelector: {node-role.kubernetes.io/worker: ""}}
     - {tolerations: [{operator: Exists}]}
     - {tolerations: [{key: a, value: b, effect: NoExecute, tolerationSeconds: 0}, {key: a}]}
     - {imagePullSecrets: [{name: a}, {name: b.c}]}
-    - {hostPID: false}
-    - {args: []}
-    - {args: [--slice-us, "5000", "", a b]}
     - {env: [{name: a.b-c_D, value: $(A)}, {name: B}]}
-    - {env: [{name: A, valueFrom: {configMapKeyRef: {name: m, key: k}}}]}
     - {env: [{name: A, valueFrom: {secretKeyRef: {name: s, key: k.x_Y-1, optional: true}}}]}
     - {env: [{name: A, valueFrom: {resourceFieldRef: {resource: limits.memory, divisor: 1Mi}}}]}
-    - {resources: {}}
     - {resources: {requests: {cpu: 0}, limits: {cpu: ".5", memory: 1.5Gi, example.com/dongle: "1"}}}
-    - {resources: {limits: {cpu: 100u, memory: 1e9}}}
     - {resources: {limits: {cpu: "5.", memory: 1E}}}
-    - {terminationMessagePolicy: File}
-    - {updateStrategy: {}}
     - {updateStrategy: {type: OnDelete}}
     - {updateStrategy: {type: RollingUpdate, rollingUpdate: {maxUnavailable: 5}}}
     - {updateStrategy: {rollingUpdate: {maxUnavailable: 100%}}}
-    - {minReadySeconds: 0}
-    - {suspend: false}
-    - {probeImage: busybox}
-    - {hostPaths: []}
     - {hostPaths: [/a b/..c/d../..., /x/.y]}
     """),
     {"sched": f"[::1]:5000/scx:1@{DIGEST}"},
@@ -5847,42 +5308,24 @@ must be an image reference, [registry[:port]/]path[:tag][@sha256:digest]:
 - {sched: " scx"}
 - {sched: "scx\\n"}
 - {probeImage: "https://busybox"}
-- {probeImage: ""}
-- {sched: "https://ghcr.io/schedkit/scx"}
 - {sched: ghcr.io/Schedkit/scx}
-- {sched: Scx}
-- {sched: /scx}
 - {sched: scx/}
 - {sched: a//b}
-- {sched: "scx:"}
 - {sched: "scx:a:b"}
 - {sched: "scx:-tag"}
-- {sched: scx@}
 - {sched: "scx@sha256:0123"}
 - {sched: scx-}
-- {sched: a..b}
 - {sched: a___b}
-- {sched: "ghcr.io:/scx"}
 - {sched: "ghcr.io:port/scx"}
-- {sched: "ghcr.io:123456/scx"}
-- {sched: "::1/scx"}
 - {sched: "[::1/scx"}
-- {sched: "[::g]/scx"}
 - {sched: user@host/scx}
-- {sched: $(IMAGE)}
-- {sched: ü/scx}
 - sched: "scx:tttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttt\\
     ttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttt"
 spec.sched in body must be of type string: [{sched: 5}]
-spec.probeImage in body must be of type string: [{probeImage: 5}]
 "must be node labels, such as pool: latency":
 - {nodeSelector: {pool: low latency}}
 - {nodeSelector: {pool: a-}}
-- {nodeSelector: {pool: "a "}}
-- {nodeSelector: {pool: a/b}}
 - {nodeSelector: {pool: "a\\n"}}
-- {nodeSelector: {"": a}}
-- {nodeSelector: {a b: a}}
 - {nodeSelector: {/a: a}}
 - {nodeSelector: {A.io/b: a}}
 - {nodeSelector: {a/b/c: a}}
@@ -5890,7 +5333,6 @@ spec.nodeSelector.pool in body must be of type string: [{nodeSelector: {pool: tr
 "a toleration needs a key, or else operator: Exists":
 - {tolerations: [{}]}
 - {tolerations: [{operator: Equal, value: x}]}
-- {tolerations: [{effect: NoSchedule}]}
 "spec.tolerations[0].key in body should be at least 1 chars long":
 - {tolerations: [{key: "", operator: Exists}]}
 "spec.tolerations[0].value in body should match": [{tolerations: [{key: a, value: b c}]}]
@@ -5900,13 +5342,10 @@ spec.nodeSelector.pool in body must be of type string: [{nodeSelector: {pool: tr
 'operator: Unsupported value: "Lt"': [{tolerations: [{key: a, operator: Lt}]}]
 'effect: Unsupported value: "Never"': [{tolerations: [{key: a, effect: Never}]}]
 spec.priorityClassName in body should match: [{priorityClassName: High}]
-"spec.imagePullSecrets[0] in body must be of type object": [{imagePullSecrets: [a]}]
 "spec.imagePullSecrets[0].name: Required value": [{imagePullSecrets: [{}]}]
 "spec.imagePullSecrets[1]: Duplicate value": [{imagePullSecrets: [{name: a}, {name: a}]}]
-spec.hostPID in body must be of type boolean: [{hostPID: "true"}]
 'imagePullPolicy: Unsupported value: "always"': [{imagePullPolicy: always}]
 "spec.args[1] in body must be of type string": [{args: [--slice-us, 5000]}]
-"spec.args in body must be of type array": [{args: --slice-us 5000}]
 "spec.env[0].name: Required value": [{env: [{value: x}]}]
 "spec.env[0].name in body should match": [{env: [{name: A=B}]}]
 "spec.env[1]: Duplicate value": [{env: [{name: A}, {name: A}]}]
@@ -5921,9 +5360,7 @@ a variable has either a value or a valueFrom, not both:
 - {env: [{name: A, valueFrom: {secretKeyRef: {key: m}}}]}
 spec.resources.limits.memory in body should match:
 - {resources: {limits: {memory: 64MB}}}
-- {resources: {limits: {memory: 64 Mi}}}
 - {resources: {limits: {memory: "-1"}}}
-- {resources: {limits: {memory: ""}}}
 - {resources: {limits: {memory: 1e999}}}
 spec.resources.requests.cpu in body should be greater than or equal to 0:
 - {resources: {requests: {cpu: -1}}}
@@ -5931,25 +5368,19 @@ spec.resources.requests.cpu in body must be of type: [{resources: {requests: {cp
 'terminationMessagePolicy: Unsupported value: "Logs"': [{terminationMessagePolicy: Logs}]
 must be a number of nodes from 1 up, or a percentage from 1% to 100%:
 - {updateStrategy: {rollingUpdate: {maxUnavailable: 0}}}
-- {updateStrategy: {rollingUpdate: {maxUnavailable: -1}}}
 - {updateStrategy: {rollingUpdate: {maxUnavailable: 0%}}}
 - {updateStrategy: {rollingUpdate: {maxUnavailable: 101%}}}
-- {updateStrategy: {rollingUpdate: {maxUnavailable: "5"}}}
 - {updateStrategy: {rollingUpdate: {maxUnavailable: 1.5%}}}
 "rollingUpdate only goes with type: RollingUpdate":
 - {updateStrategy: {type: OnDelete, rollingUpdate: {maxUnavailable: 1}}}
 'updateStrategy.type: Unsupported value: "Recreate"': [{updateStrategy: {type: Recreate}}]
 spec.minReadySeconds in body should be greater than or equal to 0: [{minReadySeconds: -1}]
-spec.minReadySeconds in body must be of type integer: [{minReadySeconds: "10"}]
 spec.suspend in body must be of type boolean: [{suspend: "yes"}, {suspend: 1}]
 must be an absolute path such as /sys/kernel/debug:
-- {hostPaths: [""]}
 - {hostPaths: [/]}
-- {hostPaths: [sys]}
 - {hostPaths: [/sys/]}
 - {hostPaths: [/sys//kernel]}
 - {hostPaths: [/sys/..]}
-- {hostPaths: [/../etc]}
 - {hostPaths: [/sys/./kernel]}
 - {hostPaths: ["/sys:/kernel"]}
 "spec.hostPaths[2]: Duplicate value": [{hostPaths: [/sys, /proc, /sys]}]
@@ -6063,21 +5494,6 @@ def test_removing_only_the_operator_keeps_the_schedexts_and_the_roles_that_peopl
     ]
 
 
-def test_the_operators_pod_is_restricted_and_sets_no_uid():
-    pod = pod_spec(installed_one("Deployment"))
-    (container,) = pod["containers"]
-    own = "{runAsNonRoot: true, seccompProfile: {type: RuntimeDefault}}"
-    assert pod["securityContext"] == yaml.safe_load(own)
-    own = """
-        allowPrivilegeEscalation: false
-        readOnlyRootFilesystem: true
-        capabilities: {drop: [ALL]}
-        """
-    assert container["securityContext"] == yaml.safe_load(own)
-    assert not pod.keys() & {"hostNetwork", "hostPID", "hostIPC"}
-    assert [volume.keys() for volume in pod["volumes"]] == [{"name", "emptyDir"}]
-
-
 def test_probes_and_service_use_the_ports_that_the_operator_listens_on():
     (manager,) = pod_spec(installed_one("Deployment"))["containers"]
     args = sked.parse(manager["args"])
@@ -6113,18 +5529,12 @@ def test_the_operator_uses_each_of_its_permissions(world, server):
 def test_the_policy_holds_for_the_operators_service_account_only():
     policy = installed_one("ValidatingAdmissionPolicy")
     binding = installed_one("ValidatingAdmissionPolicyBinding")
-    for obj in (policy, binding):
-        assert obj["metadata"]["labels"]["app.kubernetes.io/component"] == "operator"
-    assert binding["spec"] == {
-        "policyName": policy["metadata"]["name"],
-        "validationActions": ["Deny"],
-    }
+    assert binding["spec"]["policyName"] == policy["metadata"]["name"]
     deployment = installed_one("Deployment")
     namespace = deployment["metadata"]["namespace"]
     user = f"system:serviceaccount:{namespace}:{pod_spec(deployment)['serviceAccountName']}"
     (condition,) = policy["spec"]["matchConditions"]
     assert condition["expression"] == f"request.userInfo.username == '{user}'"
-    assert policy["spec"]["failurePolicy"] == "Fail"
 
 
 def test_the_api_server_lets_sked_write_no_daemonset_but_its_own(real, tmp_path):
@@ -6228,24 +5638,11 @@ def test_sked_talks_to_an_api_server_without_what_the_image_leaves_out(secure, t
 
 
 def test_every_status_reason_is_documented():
-    source = (HERE / "sked.py").read_text()
-    given = set(re.findall(r'(?:return|Blocked\(|reason =)\s*"([A-Z]\w+)"(?! if)', source))
     status = SCHEMA["properties"]["status"]["properties"]
     reason = status["conditions"]["items"]["properties"]["reason"]
-    described = reason["description"].partition("Ready: ")[2]
-    on_a_node = {"NotAttached", "Unschedulable"}
-    assert given == set(re.findall(r"[A-Z]\w+", described)) | on_a_node
-    assert [reason for reason in given if f"`{reason}`" not in README] == []
-
-
-def test_every_link_inside_the_readme_leads_to_a_heading():
-    headings = re.findall(r"^##+ (.*)$", README, re.M)
-    anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-    links = re.findall(r"\]\(#(.*?)\)", README)
-    assert links and [link for link in links if link not in anchors] == []
-    contents = README.partition("Contents: ")[2].partition("\n\n")[0]
-    chapters = re.findall(r"^## (.*)$", README, re.M)
-    assert len(re.findall(r"\]\(#", contents)) == len(chapters)
+    named = re.findall(r"[A-Z]\w+", reason["description"].partition("Ready: ")[2])
+    assert "AllReady" in named
+    assert [reason for reason in named if f"`{reason}`" not in README] == []
 
 
 def test_every_metric_is_in_the_readme():
