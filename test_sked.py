@@ -4643,6 +4643,20 @@ def test_an_orphan_is_not_adopted_if_the_watch_missed_the_deletion_of_its_schede
     assert "ownerReferences" not in world.made()["metadata"]
 
 
+def test_a_cached_daemonset_that_is_older_than_our_last_write_is_not_believed(mocker):
+    key = ("tools", "scx-rusty")
+    older, newer = stamped(STORED), merge(stamped(STORED), LATER)
+    operator = sked.Operator(mocker.Mock())
+    memory = operator.memories[key] = sked.Memory("u-1")
+    memory.wrote_daemonset(newer, sked.stamp_of(newer))
+    operator.daemonsets.store({key: older})
+    operator.api.get.return_value = copy(newer)
+    assert operator.find_daemonset(key, given())["metadata"]["generation"] == 2
+    operator.daemonsets.store({key: newer})
+    operator.api.get.side_effect = AssertionError("the cache is as new as our last write")
+    assert operator.find_daemonset(key, given()) == newer
+
+
 def test_an_unreadable_pod_is_logged_with_its_traceback_and_affects_no_other_pod(
     world, fleet, caplog
 ):
