@@ -5509,7 +5509,9 @@ def test_the_operator_uses_each_of_its_permissions(world, server):
 def test_the_policy_holds_for_the_operators_service_account_only():
     policy = installed_one("ValidatingAdmissionPolicy")
     binding = installed_one("ValidatingAdmissionPolicyBinding")
-    assert binding["spec"]["policyName"] == policy["metadata"]["name"]
+    spec = {"policyName": policy["metadata"]["name"], "validationActions": ["Deny"]}
+    assert binding["spec"] == spec
+    assert policy["spec"]["failurePolicy"] == "Fail"
     deployment = installed_one("Deployment")
     namespace = deployment["metadata"]["namespace"]
     user = f"system:serviceaccount:{namespace}:{pod_spec(deployment)['serviceAccountName']}"
