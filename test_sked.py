@@ -3070,7 +3070,8 @@ def test_a_probe_image_adds_an_unprivileged_container_with_a_startup_probe():
     assert (probe["name"], probe["image"]) == ("probe", "busybox:stable")
     assert probe["terminationMessagePolicy"] == "File"
     look = ["grep", "-qx", "enabled", "/sys/kernel/sched_ext/state"]
-    assert probe["startupProbe"]["exec"] == {"command": look}
+    times = {"periodSeconds": 2, "timeoutSeconds": 5, "successThreshold": 1, "failureThreshold": 15}
+    assert probe["startupProbe"] == {"exec": {"command": look}, **times}
     unprivileged = {
         "runAsNonRoot": True,
         "runAsUser": 65534,
@@ -4950,6 +4951,12 @@ def test_metrics_count_nodes_requests_and_reconciles(server, kubelets, operate):
     server.patch("schedexts", "default", "scx", {"spec": {"suspend": True}})
     eventually(lambda: any("nodes" in name for name in metrics_at(port)), nothing)
     eventually(reasons, {status % "Suspended": 1})
+
+
+def test_a_replica_that_stands_by_says_so(mocker):
+    elector = mocker.Mock(**{"leads.return_value": False})
+    status, text = sked.metrics(sked.Operator(mocker.Mock(), elector=elector))
+    assert 'leader_election_master_status{name="b4c95cb3.schedkit.io"} 0.0' in text
 
 
 def test_a_histogram_has_all_its_buckets_in_order():
