@@ -68,12 +68,14 @@ from datetime import datetime, timezone
 from math import inf
 from time import monotonic
 from typing import Any, NamedTuple
+from urllib.parse import urlencode
 
 try:
     import urllib3
     import yaml
     from kubernetes import config as kubeconfig
-    from kubernetes.client import ApiClient, ApiException, Configuration
+    from kubernetes.client import Configuration
+    from kubernetes.client.rest import RESTClientObject
     from kubernetes.config.kube_config import KubeConfigLoader, KubeConfigMerger
     from kubernetes.utils.keepalive import tcp_keepalive_socket_options
 except ImportError as error:
@@ -182,15 +184,20 @@ def precedence(schedext: dict) -> tuple:
     return -len(selector_of(schedext)), str(created), key_of(schedext)
 
 
-def yields(schedext: dict, other: dict) -> bool:
-    """Whether the other SchedExt wins the nodes that both select, if there can be any."""
-    theirs = selector_of(other)
-    for label, value in selector_of(schedext).items():
-        if label in theirs and theirs[label] != value:
-            return False  # no node has both values
-    if key_of(schedext) == key_of(other):
-        return False  # it is the same one, perhaps another version
-    return precedence(other) < precedence(schedext)
+def winners_of(schedext: dict, others: Iterable[dict]) -> list[dict]:
+    """Those of the others that win the nodes that both select, if there can be any."""
+    mine, rank = selector_of(schedext), precedence(schedext)
+    winners = []
+    for other in others:
+        theirs = selector_of(other)
+        for label, value in mine.items():
+            if label in theirs and theirs[label] != value:
+                break  # no node has both values
+        else:
+            # It may also be the same SchedExt, perhaps another version of it.
+            if key_of(other) != key_of(schedext) and precedence(other) < rank:
+                winners.append(other)
+    return winners
 
 
 def twin_of(schedext: dict, winners: Iterable[dict]) -> dict | None:
@@ -354,7 +361,7 @@ def build_daemonset(schedext: dict, yields_to: Iterable[dict] = ()) -> dict:
     check_spec(schedext)
     meta, spec = schedext["metadata"], schedext["spec"]
     name = meta["name"]
-    winners = [other for other in yields_to if yields(schedext, other)]
+    winners = winners_of(schedext, yields_to)
     owner = {
         "apiVersion": API_VERSION,
         "kind": "SchedExt",
@@ -1155,7 +1162,6 @@ def path_to(resource: str, namespace: str, *names: str) -> str:
 
 SETUP_OR_NETWORK_ERRORS = (
     urllib3.exceptions.HTTPError,
-    ApiException,  # the package's word for a TLS error
     OSError,
     ValueError,
     yaml.YAMLError,
@@ -1169,8 +1175,7 @@ def as_api_error() -> Iterator[None]:
     try:
         yield
     except SETUP_OR_NETWORK_ERRORS as error:
-        cause = error.reason if isinstance(error, ApiException) else str(error)
-        cause = " ".join(cause.split())
+        cause = " ".join(str(error).split())
         raise ApiError(0, f"cannot talk to the API server: {cause}") from error
 
 
@@ -1223,12 +1228,13 @@ class Api:
         configuration.retries = False
         configuration.connection_pool_maxsize = POOL_CONNECTIONS
         configuration.socket_options = tcp_keepalive_socket_options(idle=30, interval=10, count=3)
-        self.client = ApiClient(configuration)
-        self.client.user_agent = f"{FIELD_MANAGER}/{__version__}"
-        options = self.client.rest_client.pool_manager.connection_pool_kw
-        options["ssl_context"] = client_tls(configuration)
+        pools = RESTClientObject(configuration).pool_manager  # it knows about proxies
+        pools.connection_pool_kw["ssl_context"] = client_tls(configuration)
         for option in ("ca_certs", "ca_cert_data", "cert_file", "key_file"):
-            options.pop(option, None)  # else each connection loads them again
+            pools.connection_pool_kw.pop(option, None)  # else each connection loads them again
+        self.pool = pools.connection_from_url(configuration.host)
+        self.base = urllib3.util.parse_url(configuration.host).path or ""
+        self.configuration = configuration
         self.host = configuration.host
         self.must_connect = False
 
@@ -1272,31 +1278,33 @@ class Api:
         self, method: str, path: str, body: dict | None, timeout: float, query: dict
     ) -> urllib3.BaseHTTPResponse:
         """The response to a successful request, whose body has not been read yet."""
-        headers = {"Content-Type": CONTENT_TYPES.get(method, "application/json")}
         with as_api_error():
             with self.lock:  # so that a plugin that renews the credentials runs once
                 if self.must_connect:
                     self.connect()
                 with package_errors() as errors:
-                    request = self.client.param_serialize(
-                        method,
-                        path,
-                        query_params=list(query.items()),
-                        header_params=headers,
-                        body=body,
-                        auth_settings=["BearerToken"],
-                    )
+                    credentials = self.configuration.auth_settings().values()
                 if errors:  # the token has expired and its plugin fails
                     self.connect()  # fails, too, and says more; else the next request can be sent
                     raise ApiError(0, "the credentials had expired")
-                client = self.client
+                pool, base = self.pool, self.base
+            headers = {"User-Agent": f"{FIELD_MANAGER}/{__version__}"}
+            headers |= {credential["key"]: credential["value"] for credential in credentials}
+            headers["Content-Type"] = CONTENT_TYPES.get(method, "application/json")
             try:
-                timeouts = (min(CONNECT_SECONDS, timeout), timeout)
-                response = client.call_api(*request, _request_timeout=timeouts).response
+                response = pool.urlopen(
+                    method,
+                    f"{base}{path}?{urlencode(query)}",
+                    body=json.dumps(body) if body else None,
+                    headers=headers,
+                    timeout=urllib3.Timeout(connect=min(CONNECT_SECONDS, timeout), read=timeout),
+                    redirect=False,
+                    preload_content=False,
+                )
             except Exception as error:
                 METRICS.requested(method, 0)
-                if isinstance(error, ApiException):  # perhaps the certificates are out of date
-                    self.must_connect = True
+                if isinstance(error, urllib3.exceptions.SSLError):
+                    self.must_connect = True  # perhaps the certificates are out of date
                 raise
             METRICS.requested(method, response.status)
             if response.status < 300:
@@ -1460,7 +1468,7 @@ class SchedExts(Reflector):
         delay = 0.0 if new else GATHER_SECONDS
         for winner in filter(None, (old, new)):
             for other in self.values():
-                if yields(other, winner):
+                if winners_of(other, [winner]):
                     self.operator.queue.add(key_of(other), delay)
 
 
@@ -1535,15 +1543,11 @@ class WorkQueue:
         return None
 
     def next(self) -> tuple[Key | None, float]:
-        """A key that is due, or None and for how long to wait."""
-        now = monotonic()
-        wait = REQUEST_SECONDS
-        for key, when in self.due.items():
-            if key not in self.busy:
-                if when <= now:
-                    return key, 0.0
-                wait = min(wait, when - now)
-        return None, wait
+        """The key that has been due for longest, or None and for how long to wait."""
+        waiting = [(when, key) for key, when in self.due.items() if key not in self.busy]
+        when, key = min(waiting, default=(inf, None))
+        wait = when - monotonic()
+        return (key, 0.0) if wait <= 0 else (None, min(wait, REQUEST_SECONDS))
 
     def succeeded(self, key: Key, look_again: float) -> None:
         self.failures.pop(key, None)
@@ -1846,7 +1850,7 @@ class Operator:
             daemonset = memory.with_our_stamp(daemonset)
             uid = daemonset["metadata"]["uid"]
             pods = [pod for pod in self.pods.values() if pod.daemonset_uid == uid]
-        winners = [other for other in self.schedexts.values() if yields(schedext, other)]
+        winners = winners_of(schedext, self.schedexts.values())
         return Observed(schedext, daemonset, pods, winners, memory.is_first_look)
 
     def find_daemonset(self, key: Key, schedext: dict) -> dict | None:

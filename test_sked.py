@@ -2155,14 +2155,27 @@ def test_a_renewed_ca_is_read_again(secure):
     assert api.request("GET", A_LIST)
 
 
-def test_a_proxy_gets_the_absolute_url(home, monkeypatch):
+def first_line(listener: socket.socket, kubeconfig: Path) -> bytes:
+    """What sked sends to somebody who listens and does not answer."""
+    with pytest.raises(sked.ApiError, match="timed out"):
+        connect(kubeconfig).request("GET", "/api", timeout=0.1, a=1)
+    with listener.accept()[0] as connection:
+        return connection.recv(100).partition(b"\r\n")[0]
+
+
+def test_a_proxy_is_asked_for_a_tunnel_to_the_api_server(home, monkeypatch):
+    write_kubeconfig(home / "tls", "x", {"x": {"server": "https://e1"}}, {})
     with socket.create_server(("127.0.0.1", 0)) as proxy:
-        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{proxy.getsockname()[1]}")
         monkeypatch.setenv("no_proxy", "")
-        with pytest.raises(sked.ApiError, match="timed out"):  # nobody answers
-            connect(home / "env").request("GET", "/api", timeout=0.1, a=1)
-        with proxy.accept()[0] as connection:
-            assert connection.recv(100).startswith(b"GET http://e1/api?a=1 HTTP/1.1\r\n")
+        assert first_line(proxy, home / "tls").startswith(b"CONNECT e1:443 HTTP/1.")
+
+
+def test_an_api_server_behind_a_path_is_asked_there(home):
+    with socket.create_server(("127.0.0.1", 0)) as gateway:
+        cluster = {"server": f"http://127.0.0.1:{gateway.getsockname()[1]}/clusters/a"}
+        write_kubeconfig(home / "path", "x", {"x": cluster}, {})
+        assert first_line(gateway, home / "path") == b"GET /clusters/a/api?a=1 HTTP/1.1"
 
 
 # ---------------------------------------------------------------- watching
