@@ -6,9 +6,9 @@
         summarize, build_status  the status that goes with it
     watch -> queue -> reconcile: plan and write; if there is nothing to write, the status
 
-A Go operator's reconcile takes 60 lines, because controller-runtime supplies the rest. This file is
-both. First comes the operator, as pure functions: who runs on a node, the DaemonSet, pods, the
-stamp and the plan, the status. Then its shell, the library's share: the API server, watching, the
+A Go operator's reconcile takes 60 lines, because a library (controller-runtime) supplies the rest.
+Here the operator comes first, as pure functions: who runs on a node, the DaemonSet, pods, the stamp
+and the plan, the status. Then comes what a library would supply: the API server, watching, the
 queue, reconcile, the lease, health and metrics, the command line.
 
 Of the kubernetes package sked uses the credentials and the HTTP client. Its informer fails on
@@ -414,19 +414,25 @@ def without_blanks(fields: dict) -> dict:
     return {field: value for field, value in fields.items() if value}
 
 
-DESIRED = "desiredNumberScheduled"  # counts in a status: nodes that should have a pod,
-CURRENT = "currentNumberScheduled"  # those of them that have one,
-UPDATED = "updatedNumberScheduled"  # and those that have one of the current template
-MISSCHEDULED = "numberMisscheduled"  # nodes that have a pod and should not
+class Counts(NamedTuple):
+    """Nodes, as the status of a DaemonSet counts them."""
+
+    desired: int  # that should have a pod
+    current: int  # those of them that have one
+    updated: int  # those of them whose pod is of the current template
+    ready: int  # those of them whose pod is ready
+    misscheduled: int  # that have a pod and should not
 
 
-def number(daemonset: dict, which: str) -> int:
-    """One of the counts in its status."""
-    return daemonset["status"].get(which, 0)
-
-
-def counts_of(daemonset: dict) -> tuple:
-    return tuple(number(daemonset, which) for which in (DESIRED, CURRENT, UPDATED, MISSCHEDULED))
+def counts_of(daemonset: dict) -> Counts:
+    status = daemonset["status"]
+    return Counts(
+        desired=status.get("desiredNumberScheduled", 0),
+        current=status.get("currentNumberScheduled", 0),
+        updated=status.get("updatedNumberScheduled", 0),
+        ready=status.get("numberReady", 0),
+        misscheduled=status.get("numberMisscheduled", 0),
+    )
 
 
 def generation_of(daemonset: dict) -> int:
@@ -701,12 +707,11 @@ def is_rolled_out(daemonset: dict, pods: list[Pod]) -> bool:
     those out, and they may lag. Then all pods must be of one revision, and the counts or one of the
     pods must show that it is the current one.
     """
-    current, updated = number(daemonset, CURRENT), number(daemonset, UPDATED)
-    misscheduled = number(daemonset, MISSCHEDULED)
-    if not pods and not current and not misscheduled:
+    counts = counts_of(daemonset)
+    if not pods and not counts.current and not counts.misscheduled:
         return True  # the first pods may be on their way, and they are of this template
-    all_updated = current > 0 and updated == current
-    if all_updated and not misscheduled:
+    all_updated = counts.current > 0 and counts.updated == counts.current
+    if all_updated and not counts.misscheduled:
         return True
     is_one_revision = len({pod.revision for pod in pods}) == 1
     annotations = daemonset["metadata"].get("annotations", {})
@@ -726,10 +731,10 @@ def should_be_parked(observed: Observed, wanted: dict, old: Stamp, new: Stamp) -
     if old.generation != new.generation:  # someone else has changed the spec
         # If they changed the strategy as well, the controller may have replaced any pod.
         return old.parked and have["spec"]["updateStrategy"]["type"] == "OnDelete"
-    if old.wish == new.wish:  # nothing new: parked until all pods are current anyway
-        return old.parked and not (pods and is_observed(have) and is_rolled_out(have, pods))
     if is_observed(have) and not pods and not any(counts_of(have)):
         return False  # there is no pod that could restart, and none is on its way
+    if old.wish == new.wish:  # nothing new: parked until all pods are current anyway
+        return old.parked and not (is_observed(have) and is_rolled_out(have, pods))
     if old.parked or placement_of(wanted) == placement_of(have):
         return old.parked
     if not is_observed(have):
@@ -916,16 +921,16 @@ def summarize(observed: Observed, steady: float, now: float) -> Summary:
     schedext, daemonset, pods = observed.schedext, observed.daemonset, observed.pods
     if not daemonset or controller_of(daemonset).get("uid") != schedext["metadata"]["uid"]:
         return Summary(0, 0, 0, 0, 0, [], [])  # it is not ours
-    desired, current, updated, _ = counts_of(daemonset)
+    counts = counts_of(daemonset)
     settle = settle_seconds(daemonset)
     failing_pods = [pod for pod in pods if pod.is_failing(now, settle)]
     up = [pod for pod in pods if pod.is_up]
     settling = [wait for pod in up if (wait := pod.settles_in(now, settle)) > 0]
-    lacking = desired - current
+    lacking = counts.desired - counts.current
     return Summary(
-        desired=desired,
-        ready=max(0, min(len(up), number(daemonset, "numberReady")) - len(settling)),
-        updated=current if is_parked(daemonset) else updated,
+        desired=counts.desired,
+        ready=max(0, min(len(up), counts.ready) - len(settling)),
+        updated=counts.current if is_parked(daemonset) else counts.updated,
         failing=len(failing_pods) + (lacking if steady >= SETTLE_SECONDS else 0),
         lacking=lacking,
         failing_pods=sorted(failing_pods, key=lambda pod: pod.node),
@@ -994,7 +999,7 @@ def ready_reason(observed: Observed, summary: Summary) -> Problem:
     if not daemonset or not is_observed(daemonset):
         return "RollingOut", "waiting for the DaemonSet controller"
     if suspended:
-        if left := number(daemonset, MISSCHEDULED):
+        if left := counts_of(daemonset).misscheduled:
             return "RollingOut", f"suspended; waiting for pods to end: {left}"
         return "Suspended", "runs on no node; set spec.suspend to false to resume"
     if not desired:
@@ -1053,7 +1058,7 @@ def rolling_message(observed: Observed, summary: Summary) -> str:
         message += "; waiting for the last old pods to go"
     elif summary.settling:
         message += f"; waiting for the pods to stay up for {settle_seconds(daemonset):.0f} s"
-    elif strategy == "OnDelete" and summary.updated < number(daemonset, CURRENT):
+    elif strategy == "OnDelete" and summary.updated < counts_of(daemonset).current:
         message += "; updateStrategy is OnDelete: to replace the pods, run 'kubectl delete pod "
         message += f"-n {namespace} -l name={name},managed-by=sked-controller'"
     return message
@@ -1553,11 +1558,17 @@ class WorkQueue:
         self.failures.pop(key, None)
         self.done(key, look_again)
 
-    def failed(self, key: Key, kind: str, longest_wait: float) -> None:
-        """Work on the key again, later each time. Another kind of failure starts afresh."""
-        failures = self.attempts(key, kind) + 1
+    def failed(self, key: Key, kind: str, longest_wait: float, at_once: bool = False) -> int:
+        """Work on the key again: the first time at once if that is asked for, later each time.
+
+        Returns how often it has failed in a row. Another kind of failure starts afresh.
+        """
+        last_kind, failures = self.failures.get(key, (kind, 0))
+        failures = failures + 1 if kind == last_kind else 1
         self.failures[key] = kind, failures
-        self.done(key, backoff(failures, longest_wait))
+        is_first = failures == 1
+        self.done(key, 0.0 if at_once and is_first else backoff(failures, longest_wait))
+        return failures
 
     def done(self, key: Key, look_again: float) -> None:
         with self.condition:
@@ -1567,11 +1578,6 @@ class WorkQueue:
 
     def has_failed(self, key: Key) -> bool:
         return key in self.failures
-
-    def attempts(self, key: Key, kind: str) -> int:
-        """How often a key has failed in this way in a row."""
-        last_kind, failures = self.failures.get(key, ("", 0))
-        return failures if kind == last_kind else 0
 
     def depth(self) -> int:
         """How many keys wait for a worker."""
@@ -1679,11 +1685,6 @@ class Memory:
         if self.repairs > QUICK_REPAIRS:
             self.next_repair += backoff(self.repairs - QUICK_REPAIRS, RETRY_SECONDS)
 
-    def ended_fight(self) -> None:
-        """Note that our last write was something new."""
-        self.repairs = 0
-        self.next_repair = 0.0
-
     def note_counts(self, counts: tuple, was_failing: bool) -> float:
         """Note the counts. Returns for how many seconds they have been the same.
 
@@ -1702,7 +1703,9 @@ class Memory:
 
 WORKERS = 4  # enough to hide the API server's latency
 STUCK_SECONDS = 360.0  # a thread that shows no sign of life for this long is stuck
-FINISH_SECONDS = 0.8  # for the work under way when we are told to stop
+STOP_SECONDS = 1.8  # from SIGTERM to exit, whatever is under way; of these are
+FINISH_SECONDS = 0.8  # for the work under way, and
+RELEASE_SECONDS = 0.6  # for handing over the lease
 EVENT_SECONDS = 0.9  # for sending an event, so that one that hangs does not delay the status
 PATIENCE = 4  # how many failures in a row may pass by themselves; one more is reported
 
@@ -1790,15 +1793,12 @@ class Operator:
                 self.faults.report(who, str(error))
                 self.queue.failed(key, "outage", RECONNECT_SECONDS)
             else:
-                refusals = self.queue.attempts(key, "refusal")
-                is_cache_behind = error.status in (404, 409)
-                if is_cache_behind:
-                    result = "requeue"
-                if refusals >= PATIENCE:
+                # The cache is behind. The next attempt asks for the DaemonSet itself.
+                is_behind = error.status in (404, 409)
+                result = "requeue" if is_behind else "error"
+                times = self.queue.failed(key, "refusal", BLOCKED_SECONDS, at_once=is_behind)
+                if times > PATIENCE:
                     self.faults.report(who, f"{who}: {error}")
-                # The next attempt asks for the DaemonSet itself, so the first can follow at once.
-                at_once = is_cache_behind and not refusals
-                self.queue.failed(key, "refusal", 0.0 if at_once else BLOCKED_SECONDS)
         except Exception:
             log.exception("%s: unexpected error", who)
             self.queue.failed(key, "bug", RETRY_SECONDS)
@@ -1943,7 +1943,6 @@ class Operator:
         have, memory = observed.daemonset, self.memories[key]
         changes = changed_fields(have, answer) if have else []
         if not is_drift:
-            memory.ended_fight()
             deed = f"changed {listed(changes)} of" if changes else "took note of"
             log.info("%s/%s: %s the DaemonSet", *key, deed if have else "created")
             return
@@ -1966,7 +1965,7 @@ class Operator:
         """Write the status if it differs. Returns the seconds until another look is due."""
         schedext, daemonset, memory = observed.schedext, observed.daemonset, self.memories[key]
         was_failing = condition(schedext["status"], "Ready").get("reason") == "NodesFailing"
-        counts = counts_of(daemonset) if daemonset else ()
+        counts = counts_of(daemonset)[:3] if daemonset else ()  # desired, current and updated
         steady = memory.note_counts(counts, was_failing)
         summary = summarize(observed, steady, monotonic())
         status = build_status(observed, summary, blocked, timestamp())
@@ -2082,7 +2081,7 @@ class Elector:
         if operator.queue.close(FINISH_SECONDS) and self.leads():
             spec = self.lease["spec"] | {"holderIdentity": "", "leaseDurationSeconds": 1}
             with suppress(ApiError):
-                self.put(spec, timeout=0.6)
+                self.put(spec, RELEASE_SECONDS)
 
     def take(self) -> None:
         """Take or renew the lease if it is free or ours."""
@@ -2255,8 +2254,6 @@ def self_signed() -> str:
 
 # ---------------------------------------------------------------- the command line
 
-STOP_SECONDS = 1.8  # from SIGTERM to exit, whatever is under way
-
 
 def load_configuration(path: str | None, context: str | None) -> Configuration:
     """The flag, else $KUBECONFIG, else the pod's own (unless --context), else ~/.kube/config."""
@@ -2280,34 +2277,25 @@ def load_configuration(path: str | None, context: str | None) -> Configuration:
         hint = "choose another one with --kubeconfig, $KUBECONFIG or --context"
         raise ValueError(f"cannot use the kubeconfig {path}: {error}; {hint}") from None
     if errors:
-        user = merger.config["users"].get_with_name(loader.current_context["context"]["user"])[
-            "user"
-        ]
-        plugin = user["exec"]["command"]
+        user = loader.current_context["context"]["user"]
+        plugin = merger.config["users"].get_with_name(user)["user"]["exec"]["command"]
         raise ApiError(0, f"the kubeconfig's credential plugin {plugin!r} failed: {errors[0]}")
     return configuration
 
 
-def read_yaml(file: str) -> list:
-    """The documents in a YAML file (-: stdin)."""
-    name = "stdin" if file == "-" else file
-    try:
-        with open(0 if file == "-" else file, "rb") as stream:
-            return list(yaml.safe_load_all(stream.read()))
-    except OSError as error:
-        raise OSError(f"cannot read {name}: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{name} is not valid YAML: {error}") from None
-
-
 def render(file: str) -> str:
     """The DaemonSets of the SchedExts in a YAML file (-: stdin), as YAML."""
-    documents = [obj for obj in read_yaml(file) if isinstance(obj, dict)]
-    for obj in list(documents):
-        if isinstance(obj.get("items"), list):
-            documents += [item for item in obj["items"] if isinstance(item, dict)]
-    schedexts = [obj for obj in documents if obj.get("kind") == "SchedExt"]
     source = "stdin" if file == "-" else file
+    try:
+        with open(0 if file == "-" else file, "rb") as stream:
+            documents = list(yaml.safe_load_all(stream.read()))
+    except OSError as error:
+        raise OSError(f"cannot read {source}: {error.strerror}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{source} is not valid YAML: {error}") from None
+    lists = [obj["items"] for obj in documents if isinstance(obj, dict) and "items" in obj]
+    objects = documents + [item for items in lists for item in items or ()]
+    schedexts = [obj for obj in objects if isinstance(obj, dict) and obj.get("kind") == "SchedExt"]
     if not schedexts:
         raise ValueError(f"{source} has no object of kind SchedExt")
     for schedext in schedexts:
