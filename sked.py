@@ -25,7 +25,7 @@ Words used throughout, with examples:
     winner      of two SchedExts that may meet on a node, the one that runs there; the other yields
     placement   which nodes a DaemonSet runs on: its nodeSelector and node affinity
     wish        a hash of the DaemonSet that we want, which build_daemonset makes
-    runs        a hash of the part of it that pods have to restart for
+    runs        a hash of what the pods run: the part of the wish that they have to restart for
     stamp       an annotation with what we must know about our last write of the DaemonSet:
                 {"wish": "5f0c...", "runs": "91be...", "parked": false, "generation": 4}
     parked      a DaemonSet with the strategy OnDelete, because only its placement has changed:
@@ -103,7 +103,7 @@ class InvalidSpec(ValueError):
 class Blocked(Exception):
     """Why the DaemonSet cannot be written, or not yet: reason and message for the status.
 
-    Without a reason, the status is as usual.
+    An empty reason leaves the status as usual.
     """
 
     def __init__(self, reason: str, message: str, look_again: float = BLOCKED_SECONDS) -> None:
@@ -216,7 +216,7 @@ def placement(schedext: dict, winners: list[dict]) -> dict:
 
 
 def affinity(mine: Pairs, winners: list[dict]) -> dict | None:
-    """What keeps pods off the nodes of the winners, suspended ones included.
+    """What keeps pods off the nodes of the winners. A suspended one keeps its nodes, too.
 
     A node is not a winner's if it lacks one of the winner's extra pairs. So there is a term (terms
     are ORed) for each way to pick one extra pair of every winner. For a SchedExt that selects all
@@ -228,13 +228,13 @@ def affinity(mine: Pairs, winners: list[dict]) -> dict | None:
     terms = {Pairs()}
     # the shortest first, so that there are few terms on the way
     for extra in sorted(extras, key=lambda pairs: (len(pairs), sorted(pairs))):
-        fitting = {term for term in terms if term & extra}  # they exclude this winner already
-        terms = fitting | {term | {pair} for term in terms - fitting for pair in extra}
+        excluding = {term for term in terms if term & extra}  # this winner
+        terms = excluding | {term | {pair} for term in terms - excluding for pair in extra}
         if len(terms) > MAX_TERMS:
             raise InvalidSpec(
-                "too many node pools: yielding to the SchedExts that win takes more than "
-                f"{MAX_TERMS} affinity terms, so the DaemonSet is not written; use one label with "
-                "a different value for each pool"
+                "too many node pools: yielding to the SchedExts that win takes too many affinity "
+                "terms, so the DaemonSet is not written; use one label with a different value for "
+                "each pool"
             )
         # a term that contains another one adds nothing
         terms = {term for term in terms if not any(other < term for other in terms)}
@@ -374,7 +374,7 @@ def build_daemonset(schedext: dict, yields_to: Iterable[dict] = ()) -> dict:
         "name": name,
         "namespace": meta.get("namespace"),
         "labels": OURS,
-        "ownerReferences": [owner] if meta.get("uid") else [],  # else it was never applied
+        "ownerReferences": [owner] if meta.get("uid") else [],  # --render has none
     }
     volumes = [(f"host-{n}", path) for n, path in enumerate(spec.get("hostPaths") or ())]
     scx = {
@@ -456,6 +456,11 @@ CANNOT_RUN = (126, 127, 128)  # exit codes: the shell or the container runtime f
 Problem = tuple[str, str]  # reason and message, two empty strings if there is none
 
 
+def settle_seconds(daemonset: dict) -> float:
+    """SETTLE_SECONDS for the pods of this DaemonSet: minReadySeconds, if that is longer."""
+    return max(SETTLE_SECONDS, daemonset["spec"].get("minReadySeconds", 0))
+
+
 class Pod(NamedTuple):
     """What sked keeps of a pod. If two are equal, nothing has changed that sked cares about.
 
@@ -521,7 +526,7 @@ def up_since(started: str, is_up: bool, old: Pod | None, now: float) -> float | 
     if old:
         # We saw it come up, and the node's clock may be wrong.
         return now
-    # It was up before we looked: a restart of sked changes nothing.
+    # It was up before we looked, and a restart of sked must not unsettle it.
     return now - max(0.0, time.time() - unix_time(started))
 
 
@@ -583,7 +588,7 @@ def probe_problem(probe: dict, pod: str) -> Problem:
 
 
 def had_settled(scx: dict, probe: dict) -> bool:
-    """Whether scx had stayed up when the probe ended, so that an earlier crash does not matter."""
+    """Whether scx had stayed up for long enough when the probe ended: then that is the news."""
     started = scx["state"].get("running", {}).get("startedAt")
     ended = last_end(probe).get("finishedAt")  # null if the kubelet lost the container
     if not started or not ended:
@@ -593,8 +598,8 @@ def had_settled(scx: dict, probe: dict) -> bool:
 
 def last_end(container: dict) -> dict:
     """How a container ended, if it ever did."""
-    states = container.get("lastState", {}) | container.get("state", {})
-    return states.get("terminated", {})
+    now, before = container.get("state", {}), container.get("lastState", {})
+    return now.get("terminated") or before.get("terminated", {})
 
 
 def final_message(died: dict) -> str:
@@ -621,7 +626,7 @@ class Observed(NamedTuple):
     daemonset: dict | None
     pods: list[Pod]  # of that DaemonSet
     winners: list[dict]  # the SchedExts that it yields to
-    is_first_look: bool = False  # at this SchedExt since sked started
+    is_first_look: bool = False  # sked has not seen the DaemonSet in order since it started
 
 
 class Stamp(NamedTuple):
@@ -688,7 +693,8 @@ def check_control(schedext: dict, daemonset: dict) -> None:
     is_leaving = "deletionTimestamp" in meta
     if owner.get("uid") == schedext["metadata"]["uid"] and not is_leaving:
         return
-    if is_leaving or (owner.get("kind"), owner.get("name")) == ("SchedExt", name):
+    is_of_predecessor = (owner.get("kind"), owner.get("name")) == ("SchedExt", name)
+    if is_leaving or is_of_predecessor:
         raise Blocked("RollingOut", f"waiting for the old DaemonSet {name} to be deleted")
     is_orphan = not owner and OURS.items() <= meta.get("labels", {}).items()
     if not is_orphan or daemonset["spec"]["selector"] != {"matchLabels": {"name": name}}:
@@ -703,9 +709,9 @@ def check_control(schedext: dict, daemonset: dict) -> None:
 def is_rolled_out(daemonset: dict, pods: list[Pod]) -> bool:
     """Whether all pods are of the current template.
 
-    The counts of the status tell, unless there are pods on lost or tainted nodes: the counts leave
-    those out, and they may lag. Then all pods must be of one revision, and the counts or one of the
-    pods must show that it is the current one.
+    The counts tell, unless there are pods on lost or tainted nodes, which the counts leave out.
+    Then all pods must be of one revision, and the counts or one of the pods must show that it is
+    the current one: either may be some moments old.
     """
     counts = counts_of(daemonset)
     if not pods and not counts.current and not counts.misscheduled:
@@ -720,7 +726,9 @@ def is_rolled_out(daemonset: dict, pods: list[Pod]) -> bool:
     return is_one_revision and (all_updated or is_one_current)
 
 
-def should_be_parked(observed: Observed, wanted: dict, old: Stamp, new: Stamp) -> bool:
+def should_be_parked(
+    observed: Observed, wanted: dict, was_parked: bool, is_edited: bool, is_new: bool
+) -> bool:
     """Whether the DaemonSet is parked from now on, given that its pods need not restart.
 
     With the strategy OnDelete, the DaemonSet controller removes pods from the nodes that it loses,
@@ -728,15 +736,18 @@ def should_be_parked(observed: Observed, wanted: dict, old: Stamp, new: Stamp) -
     observed the last change.
     """
     have, pods = observed.daemonset, observed.pods
-    if old.generation != new.generation:  # someone else has changed the spec
-        # If they changed the strategy as well, the controller may have replaced any pod.
-        return old.parked and have["spec"]["updateStrategy"]["type"] == "OnDelete"
+    if is_edited:
+        # If the strategy is another one, too, the controller may have replaced any pod.
+        return was_parked and have["spec"]["updateStrategy"]["type"] == "OnDelete"
     if is_observed(have) and not pods and not any(counts_of(have)):
         return False  # there is no pod that could restart, and none is on its way
-    if old.wish == new.wish:  # nothing new: parked until all pods are current anyway
-        return old.parked and not (is_observed(have) and is_rolled_out(have, pods))
-    if old.parked or placement_of(wanted) == placement_of(have):
-        return old.parked
+    if not is_new:
+        # It stays parked until all pods are of the current template anyway.
+        return was_parked and not (is_observed(have) and is_rolled_out(have, pods))
+    if was_parked:
+        return True
+    if placement_of(wanted) == placement_of(have):
+        return False
     if not is_observed(have):
         # The counts and pods are those of an earlier template.
         raise Blocked("RollingOut", "waiting for the DaemonSet controller", GATHER_SECONDS)
@@ -797,31 +808,33 @@ def plan(observed: Observed) -> dict | None:
     """
     have = observed.daemonset
     wanted = build_daemonset(observed.schedext, observed.winners)
-    new = Stamp(digest(wanted), digest_of_runs(wanted, have), parked=False, generation=1)
+    wish, runs = digest(wanted), digest_of_runs(wanted, have)
     if not have:
-        return with_stamp(wanted, new)
+        return with_stamp(wanted, Stamp(wish, runs, parked=False, generation=1))
     check_control(observed.schedext, have)  # what is not ours is never touched
-    old, spec = stamp_of(have), have["spec"]
-    new = new._replace(generation=generation_of(have))
-    is_edited = old.generation != new.generation
-    if observed.is_first_look and is_edited and old.runs == new.runs and old.wish != new.wish:
-        # First undo what others did while sked was down. Where the DaemonSet runs comes next, when
-        # it is clear again what its pods run.
-        new = new._replace(wish=old.wish)
+    old, generation = stamp_of(have), generation_of(have)
+    is_edited = old.generation != generation  # by someone else
+    must_restart = old.runs != runs
+    if observed.is_first_look and is_edited and wish != old.wish and not must_restart:
+        # The edit hides whether a rollout is complete. So only undo it now. The next pass can tell,
+        # and changes the placement.
+        wish = old.wish
         lay_over(pod_spec(wanted), pod_spec(have), PLACEMENT_FIELDS)
-    if old.runs == new.runs:
-        new = new._replace(parked=should_be_parked(observed, wanted, old, new))
-    if new != old:
+    parked = not must_restart and should_be_parked(
+        observed, wanted, old.parked, is_edited, is_new=wish != old.wish
+    )
+    spec = have["spec"]
+    if is_edited or (wish, runs, parked) != (old.wish, old.runs, old.parked):
         # If the pods need not restart, the template stays as admission made it of our last write.
-        spec = spec_laid_over(spec, wanted["spec"], is_edited or old.runs != new.runs)
-        if new.parked:
+        spec = spec_laid_over(spec, wanted["spec"], is_edited or must_restart)
+        if parked:
             spec["updateStrategy"] = {"type": "OnDelete"}
     if spec != have["spec"] and not is_edited:
-        # This raises the generation; undoing an edit may not. A stamp that is behind only costs
-        # another write, but one that is ahead would hide the next edit.
-        new = new._replace(generation=new.generation + 1)
+        # Our write raises the generation. To undo an edit does not always, so then it is left as it
+        # is: a stamp that is behind costs another write, one that is ahead would hide an edit.
+        generation += 1
     target = have | {"metadata": metadata_laid_over(have, wanted), "spec": spec}
-    target = with_stamp(target, new)
+    target = with_stamp(target, Stamp(wish, runs, parked, generation))
     return target if target != have else None
 
 
@@ -902,11 +915,6 @@ class Summary(NamedTuple):
     settling: list[float]  # seconds left for each pod that is up and has not settled
 
 
-def settle_seconds(daemonset: dict) -> float:
-    """How long its pods must stay up before they count as ready."""
-    return max(SETTLE_SECONDS, daemonset["spec"].get("minReadySeconds", 0))
-
-
 def is_parked(daemonset: dict) -> bool:
     return stamp_of(daemonset).parked
 
@@ -916,8 +924,8 @@ def is_mixed(observed: Observed) -> bool:
     return len({pod.revision for pod in observed.pods}) > 1
 
 
-def summarize(observed: Observed, steady: float, now: float) -> Summary:
-    """The counts of the DaemonSet have been the same for so many steady seconds."""
+def summarize(observed: Observed, unchanged_for: float, now: float) -> Summary:
+    """What there is to tell, given for how many seconds the counts have been the same."""
     schedext, daemonset, pods = observed.schedext, observed.daemonset, observed.pods
     if not daemonset or controller_of(daemonset).get("uid") != schedext["metadata"]["uid"]:
         return Summary(0, 0, 0, 0, 0, [], [])  # it is not ours
@@ -929,9 +937,10 @@ def summarize(observed: Observed, steady: float, now: float) -> Summary:
     lacking = counts.desired - counts.current
     return Summary(
         desired=counts.desired,
+        # The counts leave out lost nodes, and either may be some moments old.
         ready=max(0, min(len(up), counts.ready) - len(settling)),
         updated=counts.current if is_parked(daemonset) else counts.updated,
-        failing=len(failing_pods) + (lacking if steady >= SETTLE_SECONDS else 0),
+        failing=len(failing_pods) + (lacking if unchanged_for >= SETTLE_SECONDS else 0),
         lacking=lacking,
         failing_pods=sorted(failing_pods, key=lambda pod: pod.node),
         settling=settling,
@@ -1064,13 +1073,13 @@ def rolling_message(observed: Observed, summary: Summary) -> str:
     return message
 
 
-def next_change_in(summary: Summary, steady: float, blocked: Blocked | None) -> float:
+def next_change_in(summary: Summary, unchanged_for: float, blocked: Blocked | None) -> float:
     """Seconds until time alone may change the status."""
     waits = [inf, *summary.settling]
     if blocked:
         waits.append(blocked.look_again)
-    if summary.lacking and steady < SETTLE_SECONDS:
-        waits.append(SETTLE_SECONDS - steady)
+    if summary.lacking and unchanged_for < SETTLE_SECONDS:
+        waits.append(SETTLE_SECONDS - unchanged_for)
     return min(waits)
 
 
@@ -1199,7 +1208,7 @@ def client_tls(configuration: Configuration) -> ssl.SSLContext:
 
 @contextmanager
 def package_errors() -> Iterator[list[str]]:
-    """What the kubernetes package logs in the meantime, instead of logging it.
+    """What the kubernetes package would log inside the with block. It is not logged.
 
     It does not raise when a credential plugin fails: it writes to the root logger and goes on.
     """
@@ -1290,8 +1299,8 @@ class Api:
                 with package_errors() as errors:
                     credentials = self.configuration.auth_settings().values()
                 if errors:  # the token has expired and its plugin fails
-                    self.connect()  # fails, too, and says more; else the next request can be sent
-                    raise ApiError(0, "the credentials had expired")
+                    self.connect()  # which usually fails, too, and names the plugin
+                    raise ApiError(0, "the credentials had expired")  # but are renewed by now
                 pool, base = self.pool, self.base
             headers = {"User-Agent": f"{FIELD_MANAGER}/{__version__}"}
             headers |= {credential["key"]: credential["value"] for credential in credentials}
@@ -1478,7 +1487,7 @@ class SchedExts(Reflector):
 
 
 def claim_of(schedext: dict) -> tuple:
-    """What others must know of a SchedExt."""
+    """What others must know of a SchedExt: their messages say if a twin is suspended."""
     return precedence(schedext), selector_of(schedext), schedext["spec"].get("suspend")
 
 
@@ -1598,6 +1607,7 @@ class WorkQueue:
 
 QUICK_REPAIRS = 6  # made at once; after that it is a fight, and sked pauses between repairs
 QUIET_SECONDS = 60.0  # after this long without a repair, a fight is over
+LOST = 0  # the generation in the stamp of a DaemonSet whose own stamp is lost: it fits none
 
 
 class Memory:
@@ -1605,20 +1615,21 @@ class Memory:
 
     def __init__(self, schedext_uid: str) -> None:
         self.schedext_uid = schedext_uid
-        self.is_first_look = True  # until the DaemonSet has been as it should be once
-        # the DaemonSet, as we last wrote it or found it as it should be
+        self.is_first_look = True  # until the DaemonSet has been in order once
+        # the DaemonSet, as we last wrote it or found it in order
         self.uid = ""
         self.generation = 0
         self.stamp = NO_STAMP
         self.stamp_sticks = True  # False if something strips the stamp from what we write
-        # others who keep changing it
-        self.repairs = 0  # in a row
-        self.next_repair = 0.0  # the earliest time for another one
-        self.drift = ""  # what the last one undid; empty if nothing that is ours
-        # the rest
-        self.refusals = 0  # of the DaemonSet by the API server, in a row
-        self.next_status = 0.0  # the earliest time for a write of the status
-        self.counts: tuple = ()  # of the DaemonSet's pods, as last seen
+        # when the same wish may be written again, and what the status says until then
+        self.paused_wish = ""
+        self.paused_until = 0.0
+        self.pause_reason = self.pause_message = ""
+        self.repairs = 0  # of what others changed, in a row
+        self.rejections = 0  # of the DaemonSet by the API server, in a row
+        # the status
+        self.next_status = 0.0  # the earliest time for another write of it
+        self.counts: tuple | None = None  # of the DaemonSet, as last seen
         self.counts_since = 0.0
         self.has_warned = False  # since it was last ready
 
@@ -1626,18 +1637,17 @@ class Memory:
         """Note a write, of the DaemonSet or of the status."""
         self.next_status = monotonic() + GATHER_SECONDS
 
-    def saw(self, daemonset: dict) -> None:
-        """Note a DaemonSet that is as it should be."""
+    def found_in_order(self, daemonset: dict) -> None:
         self.uid = daemonset["metadata"]["uid"]
         self.generation = generation_of(daemonset)
         self.stamp = stamp_of(daemonset)
-        self.refusals = 0
+        self.rejections = 0
 
     def wrote_daemonset(self, answer: dict, stamp: Stamp) -> None:
         """Note the API server's answer to a write of the DaemonSet with this stamp."""
         self.wrote()
-        self.saw(answer)
-        self.stamp_sticks = stamp_of(answer) == stamp
+        self.found_in_order(answer)
+        self.stamp_sticks = self.stamp == stamp
         self.stamp = stamp
 
     def is_ahead_of(self, daemonset: dict) -> bool:
@@ -1646,44 +1656,53 @@ class Memory:
         return is_same and generation_of(daemonset) < self.generation
 
     def with_our_stamp(self, daemonset: dict) -> dict:
-        """The DaemonSet with the stamp that we gave it, if another client removed or copied that.
-
-        Then the generation is 0, so that plan puts it right, unless that is of no use.
-        """
+        """The DaemonSet with a stamp to believe. LOST makes plan lay our fields over it again."""
         stamp = stamp_of(daemonset)
-        if daemonset["metadata"]["uid"] != self.uid:
-            # If there was one before, this one may be its edited copy.
-            return with_stamp(daemonset, stamp._replace(generation=0)) if self.uid else daemonset
+        if self.uid and daemonset["metadata"]["uid"] != self.uid:
+            # Someone has made a new one, perhaps from an edited copy, stamp included.
+            return with_stamp(daemonset, stamp._replace(generation=LOST))
         if not self.stamp_sticks:
+            # To write it again is of no use.
             return with_stamp(daemonset, self.stamp)
-        if stamp == NO_STAMP:
-            return with_stamp(daemonset, self.stamp._replace(generation=0))
+        if stamp == NO_STAMP and self.uid:
+            # Someone has removed it.
+            return with_stamp(daemonset, self.stamp._replace(generation=LOST))
         return daemonset
 
-    def check_pace(self) -> None:
-        """Raise Blocked if it is too soon for another repair.
+    def pause(self, wish: str, seconds: float, reason: str, message: str) -> None:
+        """Do not write this wish again for so long. Another wish need not wait."""
+        self.paused_wish = wish
+        self.paused_until = monotonic() + seconds
+        self.pause_reason, self.pause_message = reason, message
+
+    def check_pause(self, wish: str) -> None:
+        """Raise Blocked if it is too soon to write this wish again."""
+        wait = self.paused_until - monotonic()
+        if wish == self.paused_wish and wait > 0:
+            raise Blocked(self.pause_reason, self.pause_message, wait)
+
+    def repaired(self, drift: str) -> None:
+        """Note what our last write undid; empty if that was nothing that is ours (as after kubectl
+        rollout restart, when only the stamp is out of date).
 
         Another controller, webhook or script may keep setting another value. sked never gives up,
         but it waits longer each time, until no repair has been needed for a minute.
         """
-        wait = self.next_repair - monotonic()
-        if wait <= 0:
-            return
-        if not self.drift:
-            raise Blocked("", "", wait)  # only the stamp is out of date
-        message = "the DaemonSet is being changed again and again, and sked is backing off"
-        raise Blocked("RollingOut", f"{message}; the last time, {self.drift}", wait)
-
-    def repaired(self, drift: str) -> None:
-        """Note what our last write undid; empty if that was nothing that is ours."""
-        now = monotonic()
-        if now > self.next_repair + QUIET_SECONDS:
+        if monotonic() > self.paused_until + QUIET_SECONDS:
             self.repairs = 0
         self.repairs += 1
-        self.drift = drift
-        self.next_repair = now
-        if self.repairs > QUICK_REPAIRS:
-            self.next_repair += backoff(self.repairs - QUICK_REPAIRS, RETRY_SECONDS)
+        fights = self.repairs - QUICK_REPAIRS
+        seconds = backoff(fights, RETRY_SECONDS) if fights > 0 else 0.0
+        reason = message = ""
+        if drift:
+            reason = "RollingOut"
+            message = "the DaemonSet is being changed again and again, and sked is backing off; "
+            message += f"the last time, {drift}"
+        self.pause(self.stamp.wish, seconds, reason, message)
+
+    def rejected(self, wish: str, message: str) -> None:
+        """Note a refusal that belongs in the status."""
+        self.pause(wish, backoff(self.rejections, BLOCKED_SECONDS), "Rejected", message)
 
     def note_counts(self, counts: tuple, was_failing: bool) -> float:
         """Note the counts. Returns for how many seconds they have been the same.
@@ -1693,9 +1712,9 @@ class Memory:
         """
         now = monotonic()
         if counts != self.counts:
-            is_first_look = not self.counts
+            has_lasted = self.counts is None and was_failing
             self.counts = counts
-            self.counts_since = now - SETTLE_SECONDS if is_first_look and was_failing else now
+            self.counts_since = now - SETTLE_SECONDS if has_lasted else now
         return now - self.counts_since
 
 
@@ -1707,7 +1726,7 @@ STOP_SECONDS = 1.8  # from SIGTERM to exit, whatever is under way; of these are
 FINISH_SECONDS = 0.8  # for the work under way, and
 RELEASE_SECONDS = 0.6  # for handing over the lease
 EVENT_SECONDS = 0.9  # for sending an event, so that one that hangs does not delay the status
-PATIENCE = 4  # how many failures in a row may pass by themselves; one more is reported
+PATIENCE = 4  # failures in a row that may pass by themselves; the next one is reported
 
 
 class Faults:
@@ -1811,7 +1830,7 @@ class Operator:
     def reconcile(self, key: Key) -> float:
         """Make the DaemonSet and the status of one SchedExt what they should be.
 
-        A pass writes the DaemonSet or the status, never both. Returns the seconds until another
+        A pass writes the DaemonSet and its stamp, or the status. Returns the seconds until another
         look is due.
         """
         schedext = self.schedexts.objects.get(key)
@@ -1833,7 +1852,7 @@ class Operator:
             if target:
                 self.write_daemonset(key, observed, target)
                 return GATHER_SECONDS  # the status follows when the controller has had a moment
-            self.memories[key].saw(observed.daemonset)
+            self.memories[key].found_in_order(observed.daemonset)
             self.memories[key].is_first_look = False
         except InvalidSpec as error:
             blocked = Blocked("Rejected", str(error), look_again=inf)  # until somebody edits it
@@ -1866,7 +1885,7 @@ class Operator:
         if found:
             is_doubtful = not controller_of(found) or memory.is_ahead_of(found)
         else:
-            is_doubtful = bool(schedext["status"] or memory.uid)
+            is_doubtful = bool(schedext["status"] or memory.uid)  # it once had one
         if not is_doubtful and not self.queue.has_failed(key):
             return found
         found = self.api.get(path_to(DAEMONSETS, *key))
@@ -1882,15 +1901,14 @@ class Operator:
             raise SchedExtGone
 
     def write_daemonset(self, key: Key, observed: Observed, target: dict) -> None:
-        """Write what is planned, report it, and correct the stamp if the generation is another one:
-        an edit was undone, or the API server found nothing to change."""
+        """Write what is planned, report it, and correct the stamp if the generation is not the one
+        that was planned: an edit was undone, or the API server found nothing to change."""
         schedext, have, memory = observed.schedext, observed.daemonset, self.memories[key]
+        memory.check_pause(stamp_of(target).wish)
         if have:
             is_drift = is_repair(have, target)
         else:  # someone has deleted it, if there was one
             is_drift = bool(memory.uid or schedext["status"].get("nodes", {}).get("desired"))
-        if is_drift:
-            memory.check_pace()
         answer = self.apply(key, have, target)
         stamp = stamp_of(target)
         try:
@@ -1910,7 +1928,7 @@ class Operator:
             else:
                 answer = trimmed(self.write("POST", path_to(DAEMONSETS, key[0]), target))
         except ApiError as error:
-            self.check_refusal(key, error)
+            self.check_refusal(key, stamp_of(target).wish, error)
             raise
         used_to_stick = memory.stamp_sticks
         memory.wrote_daemonset(answer, stamp_of(target))
@@ -1922,7 +1940,7 @@ class Operator:
             )
         return answer
 
-    def check_refusal(self, key: Key, error: ApiError) -> None:
+    def check_refusal(self, key: Key, wish: str, error: ApiError) -> None:
         """Raise Blocked if a refusal of the DaemonSet belongs in the status.
 
         It does not if it says nothing about the DaemonSet: the API server is down or busy, a cache
@@ -1933,20 +1951,20 @@ class Operator:
         if error.is_outage() or error.status in (404, 409, 429) or is_ending:
             return
         memory = self.memories[key]
-        memory.refusals += 1
-        if error.status in (400, 422) or memory.refusals > PATIENCE:
-            message = f"cannot apply the DaemonSet: {str(error)[:1000]}"
-            raise Blocked("Rejected", message, backoff(memory.refusals, BLOCKED_SECONDS))
+        memory.rejections += 1
+        if error.status in (400, 422) or memory.rejections > PATIENCE:
+            memory.rejected(wish, f"cannot apply the DaemonSet: {str(error)[:1000]}")
+            memory.check_pause(wish)
 
     def report_write(self, key: Key, observed: Observed, answer: dict, is_drift: bool) -> None:
         """Log a write of the DaemonSet, and send an event about what it undid."""
         have, memory = observed.daemonset, self.memories[key]
         changes = changed_fields(have, answer) if have else []
         if not is_drift:
-            deed = f"changed {listed(changes)} of" if changes else "took note of"
+            deed = f"changed {listed(changes)} of" if changes else "stamped"
             log.info("%s/%s: %s the DaemonSet", *key, deed if have else "created")
             return
-        if have and stamp_of(have).generation == 0:  # see with_our_stamp
+        if have and stamp_of(have).generation == LOST:
             changes.append(f"metadata.annotations.{STAMP}")
         drift = ""
         if not have:
@@ -1966,8 +1984,8 @@ class Operator:
         schedext, daemonset, memory = observed.schedext, observed.daemonset, self.memories[key]
         was_failing = condition(schedext["status"], "Ready").get("reason") == "NodesFailing"
         counts = counts_of(daemonset)[:3] if daemonset else ()  # desired, current and updated
-        steady = memory.note_counts(counts, was_failing)
-        summary = summarize(observed, steady, monotonic())
+        unchanged_for = memory.note_counts(counts, was_failing)
+        summary = summarize(observed, unchanged_for, monotonic())
         status = build_status(observed, summary, blocked, timestamp())
         if status != schedext["status"]:
             wait = memory.next_status - monotonic()
@@ -1977,9 +1995,8 @@ class Operator:
             self.patch(path, schedext, schedext | {"status": status})
             memory.wrote()
             self.report_status(key, schedext, status)
-        return max(
-            GATHER_SECONDS, next_change_in(summary, steady, blocked)
-        )  # not at once: no busy loop
+        wait = next_change_in(summary, unchanged_for, blocked)
+        return max(GATHER_SECONDS, wait)  # no busy loop
 
     def report_status(self, key: Key, schedext: dict, status: dict) -> None:
         """Log a new reason, and send an event if a person wants to be told."""
@@ -2050,9 +2067,8 @@ class Elector:
         self.has_led = False
 
     def leads(self) -> bool:
-        if self.renewed_at is None:
-            return False
-        return monotonic() < self.renewed_at + RENEW_DEADLINE_SECONDS
+        renewed_at = self.renewed_at  # read once: another thread may change it
+        return renewed_at is not None and monotonic() < renewed_at + RENEW_DEADLINE_SECONDS
 
     def exit_if_lost(self) -> None:
         """Exit if we led and may have lost the lease: we may have been held up."""

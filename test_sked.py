@@ -2834,21 +2834,30 @@ def test_repairs_are_paced_after_six_and_the_fight_is_over_after_a_quiet_minute(
     mocker.patch.object(sked, "backoff", lambda failures, most: 10.0 * failures)
     memory = sked.Memory("u-1")
     for _ in range(7):
-        memory.check_pace()
+        memory.check_pause("")
         memory.repaired("an edit")
     for seconds in (10.0, 20.0, 30.0):
         with pytest.raises(sked.Blocked, match="the last time, an edit") as pause:
-            memory.check_pace()
+            memory.check_pause("")
         assert pause.value.look_again == seconds
         clock.return_value += seconds + 59.0  # not quiet for long enough
-        memory.check_pace()
+        memory.check_pause("")
         memory.repaired("an edit")
     clock.return_value += 40.0 + 61.0
     for _ in range(7):
-        memory.check_pace()
+        memory.check_pause("")
         memory.repaired("an edit")
     with pytest.raises(sked.Blocked):
-        memory.check_pace()
+        memory.check_pause("")
+
+
+def test_a_wish_that_was_refused_waits_and_another_one_does_not():
+    memory = sked.Memory("u-1")
+    memory.rejected("this", "no pods today")
+    with pytest.raises(sked.Blocked, match="no pods today") as pause:
+        memory.check_pause("this")
+    assert pause.value.reason == "Rejected"
+    memory.check_pause("that")
 
 
 def test_a_schedext_that_is_recreated_quickly_is_no_drift(world, server):
