@@ -6,10 +6,9 @@
         summarize, build_status  the status that goes with it
     watch -> queue -> reconcile: plan and write; if there is nothing to write, the status
 
-A Go operator's reconcile takes 60 lines, because a library (controller-runtime) supplies the rest.
-Here the operator comes first, as pure functions: who runs on a node, the DaemonSet, pods, the stamp
-and the plan, the status. Then comes what a library would supply: the API server, watching, the
-queue, reconcile, the lease, health and metrics, the command line.
+The operator comes first, as pure functions: who runs on a node, the DaemonSet, pods, the stamp and
+the plan, the status. Then comes the shell, most of which controller-runtime supplies to an operator
+in Go: metrics, the API server, watching, the queue, reconcile, the lease, the command line.
 
 Of the kubernetes package sked uses the credentials and the HTTP client. Its informer fails on
 custom resources and does not say when it is filled, its leader election goes by the wall clock and
@@ -32,7 +31,7 @@ Words used throughout, with examples:
                 pods on the nodes that it keeps need not restart
 
 Three rules keep it simple:
-    Only keys travel through the queue. reconcile reads the caches and never asks what woke it.
+    Only keys travel through the queue. reconcile looks at what there is, not at what woke it.
     Each cache has one writer, its reflector. What sked writes comes back through the watch.
     sked does not act on a DaemonSet older than its own last write, and never deletes anything.
 """
@@ -101,19 +100,12 @@ class InvalidSpec(ValueError):
 
 
 class Blocked(Exception):
-    """Why the DaemonSet cannot be written, or not yet: reason and message for the status.
-
-    An empty reason leaves the status as usual.
-    """
+    """Why the DaemonSet cannot be written, or not yet: reason and message for the status."""
 
     def __init__(self, reason: str, message: str, look_again: float = BLOCKED_SECONDS) -> None:
         super().__init__(message)
         self.reason = reason
         self.look_again = look_again  # after this many seconds
-
-
-class SchedExtGone(Exception):
-    """The SchedExt in the cache no longer exists."""
 
 
 class ApiError(Exception):
@@ -185,18 +177,15 @@ def precedence(schedext: dict) -> tuple:
 
 
 def winners_of(schedext: dict, others: Iterable[dict]) -> list[dict]:
-    """Those of the others that win the nodes that both select, if there can be any."""
-    mine, rank = selector_of(schedext), precedence(schedext)
+    """Those of the others that run on the nodes that both select, if there are any."""
+    key, rank, mine = key_of(schedext), precedence(schedext), selector_of(schedext)
     winners = []
     for other in others:
         theirs = selector_of(other)
-        for label, value in mine.items():
-            if label in theirs and theirs[label] != value:
-                break  # no node has both values
-        else:
-            # It may also be the same SchedExt, perhaps another version of it.
-            if key_of(other) != key_of(schedext) and precedence(other) < rank:
-                winners.append(other)
+        # No node has two values of one label.
+        conflicts = [label for label in mine if theirs.get(label, mine[label]) != mine[label]]
+        if not conflicts and key_of(other) != key and precedence(other) < rank:
+            winners.append(other)
     return winners
 
 
@@ -216,7 +205,7 @@ def placement(schedext: dict, winners: list[dict]) -> dict:
 
 
 def affinity(mine: Pairs, winners: list[dict]) -> dict | None:
-    """What keeps pods off the nodes of the winners. A suspended one keeps its nodes, too.
+    """What keeps pods off the nodes of the winners. A suspended winner keeps its nodes, too.
 
     A node is not a winner's if it lacks one of the winner's extra pairs. So there is a term (terms
     are ORed) for each way to pick one extra pair of every winner. For a SchedExt that selects all
@@ -228,8 +217,8 @@ def affinity(mine: Pairs, winners: list[dict]) -> dict | None:
     terms = {Pairs()}
     # the shortest first, so that there are few terms on the way
     for extra in sorted(extras, key=lambda pairs: (len(pairs), sorted(pairs))):
-        excluding = {term for term in terms if term & extra}  # this winner
-        terms = excluding | {term | {pair} for term in terms - excluding for pair in extra}
+        done = {term for term in terms if term & extra}  # they exclude this winner already
+        terms = done | {term | {pair} for term in terms - done for pair in extra}
         if len(terms) > MAX_TERMS:
             raise InvalidSpec(
                 "too many node pools: yielding to the SchedExts that win takes too many affinity "
@@ -511,13 +500,13 @@ def read_pod(obj: dict, old: Pod | None, now: float) -> Pod:
         template_generation=meta["labels"].get("pod-template-generation", ""),
         started=started,
         is_up=is_up,
-        up_since=up_since(started, is_up, old, now),
+        up_since=came_up_at(started, is_up, old, now),
         reason=reason,
-        message=message,
+        message=message[:1000],
     )
 
 
-def up_since(started: str, is_up: bool, old: Pod | None, now: float) -> float | None:
+def came_up_at(started: str, is_up: bool, old: Pod | None, now: float) -> float | None:
     """When a pod came up, by monotonic(); None if these containers never did."""
     if old and old.started == started and old.up_since is not None:
         return old.up_since
@@ -588,7 +577,7 @@ def probe_problem(probe: dict, pod: str) -> Problem:
 
 
 def had_settled(scx: dict, probe: dict) -> bool:
-    """Whether scx had stayed up for long enough when the probe ended: then that is the news."""
+    """Whether scx had settled before the probe ended: then the status tells of the probe."""
     started = scx["state"].get("running", {}).get("startedAt")
     ended = last_end(probe).get("finishedAt")  # null if the kubelet lost the container
     if not started or not ended:
@@ -626,7 +615,7 @@ class Observed(NamedTuple):
     daemonset: dict | None
     pods: list[Pod]  # of that DaemonSet
     winners: list[dict]  # the SchedExts that it yields to
-    is_first_look: bool = False  # sked has not seen the DaemonSet in order since it started
+    is_first_look: bool = False  # sked has not yet seen the DaemonSet as it should be
 
 
 class Stamp(NamedTuple):
@@ -667,7 +656,8 @@ def digest(value: Any) -> str:
 
 
 def digest_of_runs(wanted: dict, have: dict | None) -> str:
-    """Of the pods' template without its placement, and of the last kubectl rollout restart."""
+    """Of the pods' template without its placement, and of the time of kubectl rollout restart: that
+    restarts the pods of a parked DaemonSet, too."""
     template = wanted["spec"]["template"]
     pod = {k: v for k, v in template["spec"].items() if k not in PLACEMENT_FIELDS}
     restarted = have and have["spec"]["template"]["metadata"].get("annotations", {}).get(RESTARTED)
@@ -676,10 +666,6 @@ def digest_of_runs(wanted: dict, have: dict | None) -> str:
 
 def pod_spec(daemonset: dict) -> dict:
     return daemonset["spec"]["template"]["spec"]
-
-
-def placement_of(daemonset: dict) -> list:
-    return [pod_spec(daemonset).get(field) for field in PLACEMENT_FIELDS]
 
 
 def check_control(schedext: dict, daemonset: dict) -> None:
@@ -706,12 +692,16 @@ def check_control(schedext: dict, daemonset: dict) -> None:
         )
 
 
+def revisions_of(pods: list[Pod]) -> set[str]:
+    return {pod.revision for pod in pods}
+
+
 def is_rolled_out(daemonset: dict, pods: list[Pod]) -> bool:
     """Whether all pods are of the current template.
 
     The counts tell, unless there are pods on lost or tainted nodes, which the counts leave out.
     Then all pods must be of one revision, and the counts or one of the pods must show that it is
-    the current one: either may be some moments old.
+    the current one. (The counts and the pods may each be some moments old.)
     """
     counts = counts_of(daemonset)
     if not pods and not counts.current and not counts.misscheduled:
@@ -719,16 +709,13 @@ def is_rolled_out(daemonset: dict, pods: list[Pod]) -> bool:
     all_updated = counts.current > 0 and counts.updated == counts.current
     if all_updated and not counts.misscheduled:
         return True
-    is_one_revision = len({pod.revision for pod in pods}) == 1
     annotations = daemonset["metadata"].get("annotations", {})
     generation = annotations.get("deprecated.daemonset.template.generation")
     is_one_current = any(pod.template_generation == generation for pod in pods)
-    return is_one_revision and (all_updated or is_one_current)
+    return len(revisions_of(pods)) == 1 and (all_updated or is_one_current)
 
 
-def should_be_parked(
-    observed: Observed, wanted: dict, was_parked: bool, is_edited: bool, is_new: bool
-) -> bool:
+def should_be_parked(observed: Observed, wanted: dict, wish: str) -> bool:
     """Whether the DaemonSet is parked from now on, given that its pods need not restart.
 
     With the strategy OnDelete, the DaemonSet controller removes pods from the nodes that it loses,
@@ -736,17 +723,19 @@ def should_be_parked(
     observed the last change.
     """
     have, pods = observed.daemonset, observed.pods
-    if is_edited:
-        # If the strategy is another one, too, the controller may have replaced any pod.
-        return was_parked and have["spec"]["updateStrategy"]["type"] == "OnDelete"
+    old = stamp_of(have)
+    if old.generation != generation_of(have):
+        # Someone has edited it. If they changed the strategy as well, the controller may already
+        # have replaced pods.
+        return old.parked and have["spec"]["updateStrategy"]["type"] == "OnDelete"
     if is_observed(have) and not pods and not any(counts_of(have)):
         return False  # there is no pod that could restart, and none is on its way
-    if not is_new:
-        # It stays parked until all pods are of the current template anyway.
-        return was_parked and not (is_observed(have) and is_rolled_out(have, pods))
-    if was_parked:
+    if wish == old.wish:
+        # Once parked, it stays so until all pods are of the current template.
+        return old.parked and not (is_observed(have) and is_rolled_out(have, pods))
+    if old.parked:
         return True
-    if placement_of(wanted) == placement_of(have):
+    if all(pod_spec(wanted).get(field) == pod_spec(have).get(field) for field in PLACEMENT_FIELDS):
         return False
     if not is_observed(have):
         # The counts and pods are those of an earlier template.
@@ -816,22 +805,20 @@ def plan(observed: Observed) -> dict | None:
     is_edited = old.generation != generation  # by someone else
     must_restart = old.runs != runs
     if observed.is_first_look and is_edited and wish != old.wish and not must_restart:
-        # The edit hides whether a rollout is complete. So only undo it now. The next pass can tell,
-        # and changes the placement.
+        # The edit hides whether a rollout is complete, on which parking depends. So first undo the
+        # edit and keep the placement: the next pass changes that.
         wish = old.wish
         lay_over(pod_spec(wanted), pod_spec(have), PLACEMENT_FIELDS)
-    parked = not must_restart and should_be_parked(
-        observed, wanted, old.parked, is_edited, is_new=wish != old.wish
-    )
+    parked = not must_restart and should_be_parked(observed, wanted, wish)
     spec = have["spec"]
     if is_edited or (wish, runs, parked) != (old.wish, old.runs, old.parked):
-        # If the pods need not restart, the template stays as admission made it of our last write.
+        # If the pods need not restart, the template stays as it is, with what admission changed.
         spec = spec_laid_over(spec, wanted["spec"], is_edited or must_restart)
         if parked:
             spec["updateStrategy"] = {"type": "OnDelete"}
     if spec != have["spec"] and not is_edited:
-        # Our write raises the generation. To undo an edit does not always, so then it is left as it
-        # is: a stamp that is behind costs another write, one that is ahead would hide an edit.
+        # The write raises the generation. Undoing an edit may not, so we do not count on it: a
+        # stamp that is behind costs another write, one that is ahead would hide an edit.
         generation += 1
     target = have | {"metadata": metadata_laid_over(have, wanted), "spec": spec}
     target = with_stamp(target, Stamp(wish, runs, parked, generation))
@@ -912,38 +899,35 @@ class Summary(NamedTuple):
     failing: int  # those where it fails, or that have had no pod for a while
     lacking: int  # those that have no pod
     failing_pods: list[Pod]  # sorted by node
-    settling: list[float]  # seconds left for each pod that is up and has not settled
+    settling: int  # pods that are up and have not settled
+    settles_in: list[float]  # seconds until each pod that once came up will have settled
 
 
 def is_parked(daemonset: dict) -> bool:
     return stamp_of(daemonset).parked
 
 
-def is_mixed(observed: Observed) -> bool:
-    """Whether not all pods are of one revision."""
-    return len({pod.revision for pod in observed.pods}) > 1
-
-
 def summarize(observed: Observed, unchanged_for: float, now: float) -> Summary:
     """What there is to tell, given for how many seconds the counts have been the same."""
     schedext, daemonset, pods = observed.schedext, observed.daemonset, observed.pods
     if not daemonset or controller_of(daemonset).get("uid") != schedext["metadata"]["uid"]:
-        return Summary(0, 0, 0, 0, 0, [], [])  # it is not ours
+        return Summary(0, 0, 0, 0, 0, [], 0, [])  # it is not ours
     counts = counts_of(daemonset)
     settle = settle_seconds(daemonset)
     failing_pods = [pod for pod in pods if pod.is_failing(now, settle)]
     up = [pod for pod in pods if pod.is_up]
-    settling = [wait for pod in up if (wait := pod.settles_in(now, settle)) > 0]
+    settling = sum(pod.settles_in(now, settle) > 0 for pod in up)
     lacking = counts.desired - counts.current
     return Summary(
         desired=counts.desired,
-        # The counts leave out lost nodes, and either may be some moments old.
-        ready=max(0, min(len(up), counts.ready) - len(settling)),
+        # The counts leave out lost nodes. They and the pods may each be some moments old.
+        ready=max(0, min(len(up), counts.ready) - settling),
         updated=counts.current if is_parked(daemonset) else counts.updated,
         failing=len(failing_pods) + (lacking if unchanged_for >= SETTLE_SECONDS else 0),
         lacking=lacking,
         failing_pods=sorted(failing_pods, key=lambda pod: pod.node),
         settling=settling,
+        settles_in=[wait for pod in pods if 0 < (wait := pod.settles_in(now, settle)) < inf],
     )
 
 
@@ -951,7 +935,7 @@ def build_status(observed: Observed, summary: Summary, blocked: Blocked | None, 
     """The status of a SchedExt."""
     old = observed.schedext["status"]
     generation = generation_of(observed.schedext)
-    if blocked and blocked.reason:
+    if blocked:
         reason, message = blocked.reason, str(blocked)
     else:
         reason, message = ready_reason(observed, summary)
@@ -975,17 +959,14 @@ def build_status(observed: Observed, summary: Summary, blocked: Blocked | None, 
     return {
         "observedGeneration": generation,
         "nodes": {
-            "desired": summary.desired,
-            "ready": summary.ready,
-            "updated": summary.updated,
-            "failing": summary.failing,
+            field: getattr(summary, field) for field in ("desired", "ready", "updated", "failing")
         },
         "failures": [
             {
                 "node": pod.node,
                 "pod": pod.name,
                 "reason": pod.reason,
-                "message": pod.message[:1000],
+                "message": pod.message,
             }
             for pod in summary.failing_pods[:MAX_FAILURES]
         ],
@@ -1015,7 +996,7 @@ def ready_reason(observed: Observed, summary: Summary) -> Problem:
         return "NoNodes", no_nodes_message(schedext, winners)
     if summary.failing:
         return "NodesFailing", failing_message(observed, summary)
-    is_current = summary.updated >= desired and not is_mixed(observed)
+    is_current = summary.updated >= desired and len(revisions_of(observed.pods)) <= 1
     if summary.ready < desired or not (is_current or is_parked(daemonset)):
         return "RollingOut", rolling_message(observed, summary)
     message = f"running on {desired} of {desired} nodes"
@@ -1047,7 +1028,7 @@ def failing_message(observed: Observed, summary: Summary) -> str:
     message = f"failing on {summary.failing} of {summary.desired} nodes; "
     if summary.failing_pods:
         first = summary.failing_pods[0]
-        return f"{message}{first.node}: {first.reason}: {first.message[:1000]}"
+        return f"{message}{first.node}: {first.reason}: {first.message}"
     message += f"{summary.lacking} without a pod: see "
     message += f"'kubectl describe daemonset -n {namespace} {name}'"
     if not observed.pods:
@@ -1063,7 +1044,11 @@ def rolling_message(observed: Observed, summary: Summary) -> str:
     namespace, name = key_of(observed.schedext)
     message = f"ready on {summary.ready} of {summary.desired} nodes, updated on {summary.updated}"
     strategy = daemonset["spec"].get("updateStrategy", {}).get("type")
-    if summary.updated >= summary.desired and is_mixed(observed) and not is_parked(daemonset):
+    if (
+        summary.updated >= summary.desired
+        and len(revisions_of(observed.pods)) > 1
+        and not is_parked(daemonset)
+    ):
         message += "; waiting for the last old pods to go"
     elif summary.settling:
         message += f"; waiting for the pods to stay up for {settle_seconds(daemonset):.0f} s"
@@ -1075,7 +1060,7 @@ def rolling_message(observed: Observed, summary: Summary) -> str:
 
 def next_change_in(summary: Summary, unchanged_for: float, blocked: Blocked | None) -> float:
     """Seconds until time alone may change the status."""
-    waits = [inf, *summary.settling]
+    waits = [inf, *summary.settles_in]
     if blocked:
         waits.append(blocked.look_again)
     if summary.lacking and unchanged_for < SETTLE_SECONDS:
@@ -1166,7 +1151,6 @@ CONNECT_SECONDS = 10.0
 REQUEST_SECONDS = 30.0  # for everything but a watch
 WATCH_SECONDS = 240  # after this the API server ends a watch
 POOL_CONNECTIONS = 12  # more than the threads that usually talk to the API server
-CONTENT_TYPES = {"PATCH": "application/merge-patch+json"}  # of a body, if it is not plain JSON
 
 
 def path_to(resource: str, namespace: str, *names: str) -> str:
@@ -1232,7 +1216,7 @@ class Api:
         self.configure = configure
         self.lock = threading.Lock()
         self.host = "an API server that it cannot log in to yet"
-        with suppress(ApiError):  # a credential plugin that fails: each request tries it again
+        with suppress(ApiError):  # if a credential plugin fails, each request tries again
             self.connect()
 
     def connect(self) -> None:
@@ -1276,8 +1260,8 @@ class Api:
 
     @contextmanager
     def watch(self, path: str, **query: Any) -> Iterator[Iterator[dict]]:
-        """An open watch, as an iterator of events. Only reading and decoding them is an ApiError,
-        not what goes wrong in handling them."""
+        """An open watch, as an iterator of events. Errors in reading and decoding them become
+        ApiErrors; those of the caller do not."""
         query |= {"watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": WATCH_SECONDS}
         response = self.send("GET", path, None, WATCH_SECONDS + REQUEST_SECONDS, query)
         with closing(response):
@@ -1299,12 +1283,13 @@ class Api:
                 with package_errors() as errors:
                     credentials = self.configuration.auth_settings().values()
                 if errors:  # the token has expired and its plugin fails
-                    self.connect()  # which usually fails, too, and names the plugin
-                    raise ApiError(0, "the credentials had expired")  # but are renewed by now
+                    self.connect()  # fails with the name of the plugin, or has new credentials
+                    credentials = self.configuration.auth_settings().values()
                 pool, base = self.pool, self.base
             headers = {"User-Agent": f"{FIELD_MANAGER}/{__version__}"}
             headers |= {credential["key"]: credential["value"] for credential in credentials}
-            headers["Content-Type"] = CONTENT_TYPES.get(method, "application/json")
+            kind = "merge-patch+json" if method == "PATCH" else "json"
+            headers["Content-Type"] = f"application/{kind}"
             try:
                 response = pool.urlopen(
                     method,
@@ -1371,16 +1356,14 @@ class Reflector:
         short_watches = 0  # in a row
         while not self.operator.stop.is_set():
             started = monotonic()
+            start, version = version, ""
             try:
-                if not version:
-                    version = self.list()
-                version = self.watch(version)
+                version = self.watch(start or self.list())
             except ApiError as error:
-                version = ""
-                if error.status not in (404, 410):  # these are no fault: the next list will tell
+                # A watch that gets 404 or 410 is no fault: the next list tells.
+                if error.status not in (404, 410):
                     self.operator.faults.report(self.name, str(error))
             except Exception:
-                version = ""
                 log.exception("%s: unexpected error in the watch loop", self.name)
             if monotonic() > started + RECONNECT_SECONDS:
                 short_watches = 0
@@ -1418,8 +1401,8 @@ class Reflector:
     def watch(self, version: str) -> str:
         """Watch from a version on. Returns the last version seen.
 
-        Empty, so that run lists again, if not even a bookmark came: that is how some servers answer
-        a version from before they were restored from a backup.
+        It returns "" if no event came at all, not even a bookmark, and run lists again: that is how
+        some servers answer a version from before they were restored from a backup.
         """
         last = ""
         with self.operator.api.watch(self.path, **self.QUERY, resourceVersion=version) as events:
@@ -1427,17 +1410,13 @@ class Reflector:
             self.operator.beat()
             for event in events:
                 self.operator.beat()
-                last = self.handle(event)
+                kind, obj = event["type"], event["object"]
+                if kind == "ERROR":
+                    raise ApiError(obj["code"], obj["message"])
+                if kind != "BOOKMARK":
+                    self.store({key_of(obj): None if kind == "DELETED" else self.keep(obj)})
+                last = obj["metadata"]["resourceVersion"]
         return last
-
-    def handle(self, event: dict) -> str:
-        """Apply one event of a watch. Returns its version."""
-        kind, obj = event["type"], event["object"]
-        if kind == "ERROR":
-            raise ApiError(obj["code"], obj["message"])
-        if kind != "BOOKMARK":
-            self.store({key_of(obj): None if kind == "DELETED" else self.keep(obj)})
-        return obj["metadata"]["resourceVersion"]
 
     def store(self, items: dict) -> None:
         """Keep all of them (None: deleted), then queue what changed."""
@@ -1475,19 +1454,21 @@ class SchedExts(Reflector):
         """
         is_status = bool(old and new) and generation_of(old) == generation_of(new)
         self.operator.queue.add(key_of(new or old), GATHER_SECONDS if is_status else 0.0)
-        if not self.filled.is_set() or (old and new and claim_of(old) == claim_of(new)):
-            return  # the first list queues everybody, or nobody else is concerned
+        if old and new and claim_of(old) == claim_of(new):
+            return
+        if not self.filled.is_set():
+            return  # the first list queues everybody
         # The losers leave a new winner's nodes at once, so that it finds the kernel free. They wait
         # a moment before they return to the nodes of a deleted one: its pods may end by then.
         delay = 0.0 if new else GATHER_SECONDS
-        for winner in filter(None, (old, new)):
-            for other in self.values():
-                if winners_of(other, [winner]):
-                    self.operator.queue.add(key_of(other), delay)
+        claims = [claim for claim in (old, new) if claim]
+        for other in self.values():
+            if winners_of(other, claims):
+                self.operator.queue.add(key_of(other), delay)
 
 
 def claim_of(schedext: dict) -> tuple:
-    """What others must know of a SchedExt: their messages say if a twin is suspended."""
+    """What others must know of a SchedExt. The message of a twin tells whether it is suspended."""
     return precedence(schedext), selector_of(schedext), schedext["spec"].get("suspend")
 
 
@@ -1522,6 +1503,8 @@ class Pods(Reflector):
 # ---------------------------------------------------------------- the queue
 
 RETRY_SECONDS = 300.0  # the longest wait before retrying what fails, or what others keep undoing
+BEAT_SECONDS = 30.0  # a worker without work shows a sign of life this often
+PATIENCE = 4  # failures in a row that may pass by themselves; the next one is reported
 
 
 class WorkQueue:
@@ -1561,14 +1544,14 @@ class WorkQueue:
         waiting = [(when, key) for key, when in self.due.items() if key not in self.busy]
         when, key = min(waiting, default=(inf, None))
         wait = when - monotonic()
-        return (key, 0.0) if wait <= 0 else (None, min(wait, REQUEST_SECONDS))
+        return (key, 0.0) if wait <= 0 else (None, min(wait, BEAT_SECONDS))
 
     def succeeded(self, key: Key, look_again: float) -> None:
         self.failures.pop(key, None)
         self.done(key, look_again)
 
     def failed(self, key: Key, kind: str, longest_wait: float, at_once: bool = False) -> int:
-        """Work on the key again: the first time at once if that is asked for, later each time.
+        """Work on the key again with back-off; at_once: the first retry does not wait.
 
         Returns how often it has failed in a row. Another kind of failure starts afresh.
         """
@@ -1607,7 +1590,7 @@ class WorkQueue:
 
 QUICK_REPAIRS = 6  # made at once; after that it is a fight, and sked pauses between repairs
 QUIET_SECONDS = 60.0  # after this long without a repair, a fight is over
-LOST = 0  # the generation in the stamp of a DaemonSet whose own stamp is lost: it fits none
+UNKNOWN = 0  # the generation in a stamp that we cannot trust: plan takes it for an edit
 
 
 class Memory:
@@ -1615,8 +1598,8 @@ class Memory:
 
     def __init__(self, schedext_uid: str) -> None:
         self.schedext_uid = schedext_uid
-        self.is_first_look = True  # until the DaemonSet has been in order once
-        # the DaemonSet, as we last wrote it or found it in order
+        self.is_first_look = True  # until the DaemonSet has been as it should be once
+        # the DaemonSet, as we last wrote it or found it as it should be
         self.uid = ""
         self.generation = 0
         self.stamp = NO_STAMP
@@ -1626,7 +1609,7 @@ class Memory:
         self.paused_until = 0.0
         self.pause_reason = self.pause_message = ""
         self.repairs = 0  # of what others changed, in a row
-        self.rejections = 0  # of the DaemonSet by the API server, in a row
+        self.rejections: dict[str, int] = {}  # how often in a row a wish was refused, by wish
         # the status
         self.next_status = 0.0  # the earliest time for another write of it
         self.counts: tuple | None = None  # of the DaemonSet, as last seen
@@ -1637,16 +1620,17 @@ class Memory:
         """Note a write, of the DaemonSet or of the status."""
         self.next_status = monotonic() + GATHER_SECONDS
 
-    def found_in_order(self, daemonset: dict) -> None:
+    def found(self, daemonset: dict) -> None:
+        """Note a DaemonSet that is as it should be."""
         self.uid = daemonset["metadata"]["uid"]
         self.generation = generation_of(daemonset)
         self.stamp = stamp_of(daemonset)
-        self.rejections = 0
+        self.rejections = {}
 
     def wrote_daemonset(self, answer: dict, stamp: Stamp) -> None:
         """Note the API server's answer to a write of the DaemonSet with this stamp."""
         self.wrote()
-        self.found_in_order(answer)
+        self.found(answer)
         self.stamp_sticks = self.stamp == stamp
         self.stamp = stamp
 
@@ -1656,21 +1640,21 @@ class Memory:
         return is_same and generation_of(daemonset) < self.generation
 
     def with_our_stamp(self, daemonset: dict) -> dict:
-        """The DaemonSet with a stamp to believe. LOST makes plan lay our fields over it again."""
+        """The DaemonSet with a stamp that plan can trust, or that is marked as UNKNOWN."""
         stamp = stamp_of(daemonset)
         if self.uid and daemonset["metadata"]["uid"] != self.uid:
             # Someone has made a new one, perhaps from an edited copy, stamp included.
-            return with_stamp(daemonset, stamp._replace(generation=LOST))
+            return with_stamp(daemonset, stamp._replace(generation=UNKNOWN))
         if not self.stamp_sticks:
-            # To write it again is of no use.
+            # Something strips it whenever we write, so our memory stands in for it.
             return with_stamp(daemonset, self.stamp)
         if stamp == NO_STAMP and self.uid:
             # Someone has removed it.
-            return with_stamp(daemonset, self.stamp._replace(generation=LOST))
+            return with_stamp(daemonset, self.stamp._replace(generation=UNKNOWN))
         return daemonset
 
     def pause(self, wish: str, seconds: float, reason: str, message: str) -> None:
-        """Do not write this wish again for so long. Another wish need not wait."""
+        """Do not write this wish again for this many seconds. Another wish need not wait."""
         self.paused_wish = wish
         self.paused_until = monotonic() + seconds
         self.pause_reason, self.pause_message = reason, message
@@ -1682,8 +1666,7 @@ class Memory:
             raise Blocked(self.pause_reason, self.pause_message, wait)
 
     def repaired(self, drift: str) -> None:
-        """Note what our last write undid; empty if that was nothing that is ours (as after kubectl
-        rollout restart, when only the stamp is out of date).
+        """Note what our last write undid; empty if it was nothing that sked owns.
 
         Another controller, webhook or script may keep setting another value. sked never gives up,
         but it waits longer each time, until no repair has been needed for a minute.
@@ -1693,21 +1676,24 @@ class Memory:
         self.repairs += 1
         fights = self.repairs - QUICK_REPAIRS
         seconds = backoff(fights, RETRY_SECONDS) if fights > 0 else 0.0
-        reason = message = ""
-        if drift:
-            reason = "RollingOut"
-            message = "the DaemonSet is being changed again and again, and sked is backing off; "
-            message += f"the last time, {drift}"
-        self.pause(self.stamp.wish, seconds, reason, message)
+        message = (
+            "the DaemonSet is being changed again and again, and sked is backing off; the last "
+        )
+        message += f"time, {drift or 'the change was to fields that sked does not own'}"
+        self.pause(self.stamp.wish, seconds, "RollingOut", message)
 
-    def rejected(self, wish: str, message: str) -> None:
-        """Note a refusal that belongs in the status."""
-        self.pause(wish, backoff(self.rejections, BLOCKED_SECONDS), "Rejected", message)
+    def rejected(self, wish: str, message: str, at_once: bool) -> None:
+        """Note a refusal. Raises Blocked if it belongs in the status: at once, or if it lasts."""
+        times = self.rejections.get(wish, 0) + 1
+        self.rejections = {wish: times}
+        if at_once or times > PATIENCE:
+            self.pause(wish, backoff(times, BLOCKED_SECONDS), "Rejected", message)
+            self.check_pause(wish)
 
     def note_counts(self, counts: tuple, was_failing: bool) -> float:
         """Note the counts. Returns for how many seconds they have been the same.
 
-        If the status says NodesFailing at the first look, they have been for long enough: a restart
+        If the status says NodesFailing when we first see them, they count as old enough: a restart
         of sked does not hide a failure for 10 s.
         """
         now = monotonic()
@@ -1722,11 +1708,10 @@ class Memory:
 
 WORKERS = 4  # enough to hide the API server's latency
 STUCK_SECONDS = 360.0  # a thread that shows no sign of life for this long is stuck
-STOP_SECONDS = 1.8  # from SIGTERM to exit, whatever is under way; of these are
-FINISH_SECONDS = 0.8  # for the work under way, and
-RELEASE_SECONDS = 0.6  # for handing over the lease
+STOP_SECONDS = 1.8  # the most from SIGTERM to exit
+FINISH_SECONDS = 0.8  # of that, for the work under way
+RELEASE_SECONDS = 0.6  # of that, for handing over the lease
 EVENT_SECONDS = 0.9  # for sending an event, so that one that hangs does not delay the status
-PATIENCE = 4  # failures in a row that may pass by themselves; the next one is reported
 
 
 class Faults:
@@ -1812,7 +1797,7 @@ class Operator:
                 self.faults.report(who, str(error))
                 self.queue.failed(key, "outage", RECONNECT_SECONDS)
             else:
-                # The cache is behind. The next attempt asks for the DaemonSet itself.
+                # After a failure, find_daemonset does not trust the cache.
                 is_behind = error.status in (404, 409)
                 result = "requeue" if is_behind else "error"
                 times = self.queue.failed(key, "refusal", BLOCKED_SECONDS, at_once=is_behind)
@@ -1842,17 +1827,14 @@ class Operator:
         uid = schedext["metadata"]["uid"]
         if key not in self.memories or self.memories[key].schedext_uid != uid:
             self.memories[key] = Memory(uid)
-        try:
-            observed = self.observe(key, schedext)
-        except SchedExtGone:
-            return BLOCKED_SECONDS  # the watch will say so sooner
+        observed = self.observe(key, schedext)
         blocked = None
         try:
             target = plan(observed)
             if target:
                 self.write_daemonset(key, observed, target)
                 return GATHER_SECONDS  # the status follows when the controller has had a moment
-            self.memories[key].found_in_order(observed.daemonset)
+            self.memories[key].found(observed.daemonset)
             self.memories[key].is_first_look = False
         except InvalidSpec as error:
             blocked = Blocked("Rejected", str(error), look_again=inf)  # until somebody edits it
@@ -1861,7 +1843,7 @@ class Operator:
         return self.update_status(key, observed, blocked)
 
     def observe(self, key: Key, schedext: dict) -> Observed:
-        """What there is. Raises SchedExtGone if the SchedExt is not there any more."""
+        """What there is."""
         memory = self.memories[key]
         daemonset = self.find_daemonset(key, schedext)
         pods = []
@@ -1885,7 +1867,7 @@ class Operator:
         if found:
             is_doubtful = not controller_of(found) or memory.is_ahead_of(found)
         else:
-            is_doubtful = bool(schedext["status"] or memory.uid)  # it once had one
+            is_doubtful = bool(schedext["status"] or memory.uid)  # we may have made one
         if not is_doubtful and not self.queue.has_failed(key):
             return found
         found = self.api.get(path_to(DAEMONSETS, *key))
@@ -1894,11 +1876,11 @@ class Operator:
         return trimmed(found) if found else None
 
     def check_existence(self, key: Key, schedext: dict) -> None:
-        """Raise SchedExtGone if the SchedExt has been deleted, or is another one by now."""
+        """Raise an ApiError if the SchedExt has been deleted, or is another one by now."""
         found = self.api.get(path_to(SCHEDEXTS, *key))
         there = found["metadata"] if found else {}
         if there.get("uid") != schedext["metadata"]["uid"] or "deletionTimestamp" in there:
-            raise SchedExtGone
+            raise ApiError(409, "the SchedExt is gone, but the watch has not said so yet")
 
     def write_daemonset(self, key: Key, observed: Observed, target: dict) -> None:
         """Write what is planned, report it, and correct the stamp if the generation is not the one
@@ -1928,6 +1910,8 @@ class Operator:
             else:
                 answer = trimmed(self.write("POST", path_to(DAEMONSETS, key[0]), target))
         except ApiError as error:
+            if not have:
+                memory.uid = ""  # of the one before; a new one may exist, although no answer came
             self.check_refusal(key, stamp_of(target).wish, error)
             raise
         used_to_stick = memory.stamp_sticks
@@ -1943,18 +1927,15 @@ class Operator:
     def check_refusal(self, key: Key, wish: str, error: ApiError) -> None:
         """Raise Blocked if a refusal of the DaemonSet belongs in the status.
 
-        It does not if it says nothing about the DaemonSet: the API server is down or busy, a cache
-        is behind, or the namespace is being deleted and its SchedExts are about to go. Others may
-        pass, too, as when a role is being bound, unless what we sent is wrong.
+        Not if it says nothing about the DaemonSet: the API server is down or busy, a cache is
+        behind, or the namespace is being deleted and its SchedExts are about to go. A 400 or 422
+        does at once; others, such as a 403 while a role is being bound, if they last.
         """
         is_ending = "is being terminated" in str(error)
         if error.is_outage() or error.status in (404, 409, 429) or is_ending:
             return
-        memory = self.memories[key]
-        memory.rejections += 1
-        if error.status in (400, 422) or memory.rejections > PATIENCE:
-            memory.rejected(wish, f"cannot apply the DaemonSet: {str(error)[:1000]}")
-            memory.check_pause(wish)
+        message = f"cannot apply the DaemonSet: {str(error)[:1000]}"
+        self.memories[key].rejected(wish, message, at_once=error.status in (400, 422))
 
     def report_write(self, key: Key, observed: Observed, answer: dict, is_drift: bool) -> None:
         """Log a write of the DaemonSet, and send an event about what it undid."""
@@ -1964,12 +1945,12 @@ class Operator:
             deed = f"changed {listed(changes)} of" if changes else "stamped"
             log.info("%s/%s: %s the DaemonSet", *key, deed if have else "created")
             return
-        if have and stamp_of(have).generation == LOST:
+        if have and stamp_of(have).generation == UNKNOWN:
             changes.append(f"metadata.annotations.{STAMP}")
         drift = ""
         if not have:
             drift = "the DaemonSet was deleted; sked has created it again"
-        elif changes:  # else only what is not ours
+        elif changes:
             drift = f"{last_editor(have)} changed {listed(changes)}; sked has reverted it"
         memory.repaired(drift)
         if not drift or memory.repairs > QUICK_REPAIRS + 1:
@@ -2054,7 +2035,8 @@ RENEW_DEADLINE_SECONDS = 10.0  # a leader that has not renewed for this long exi
 
 
 class Elector:
-    """Holds the Lease. Another replica's has expired once it has not changed for its duration."""
+    """Holds the Lease. One that another replica holds has expired when it has not changed for its
+    duration, by our clock."""
 
     def __init__(self, api: Api, namespace: str) -> None:
         self.api = api
@@ -2086,7 +2068,7 @@ class Elector:
                 operator.faults.clear("lease")
             except ApiError as error:
                 self.is_current = False
-                if error.status != 409:  # which means that another replica was faster
+                if error.status != 409:  # 409: another replica was faster
                     operator.faults.report("lease", str(error))
             self.exit_if_lost()
             if self.leads() and not self.has_led:
@@ -2115,8 +2097,8 @@ class Elector:
             expires_at = self.observed_at + spec.get("leaseDurationSeconds", LEASE_SECONDS)
             if holder and sent_at < expires_at:
                 return
-            changes_of_hands = spec["leaseTransitions"] + 1 if "leaseTransitions" in spec else 0
-            spec = spec | {"acquireTime": now, "leaseTransitions": changes_of_hands}
+            transitions = spec.get("leaseTransitions", -1) + 1
+            spec = spec | {"acquireTime": now, "leaseTransitions": transitions}
         ours = {"holderIdentity": self.identity, "leaseDurationSeconds": LEASE_SECONDS}
         self.put(spec | ours | {"renewTime": now}, RENEW_REQUEST_SECONDS)
         self.is_current = True
@@ -2309,9 +2291,11 @@ def render(file: str) -> str:
         raise OSError(f"cannot read {source}: {error.strerror}") from None
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{source} is not valid YAML: {error}") from None
-    lists = [obj["items"] for obj in documents if isinstance(obj, dict) and "items" in obj]
-    objects = documents + [item for items in lists for item in items or ()]
-    schedexts = [obj for obj in objects if isinstance(obj, dict) and obj.get("kind") == "SchedExt"]
+    objects = [obj for obj in documents if isinstance(obj, dict)]
+    for obj in list(objects):
+        if isinstance(obj.get("items"), list):
+            objects += [item for item in obj["items"] if isinstance(item, dict)]
+    schedexts = [obj for obj in objects if obj.get("kind") == "SchedExt"]
     if not schedexts:
         raise ValueError(f"{source} has no object of kind SchedExt")
     for schedext in schedexts:
@@ -2428,7 +2412,7 @@ def main(argv: list[str] | None = None) -> str | None:
     """Returns what went wrong, in one line."""
     args = parse(argv)
     logging.Formatter.converter = time.gmtime
-    urllib3.disable_warnings()  # of a kubeconfig that says insecure-skip-tls-verify
+    urllib3.disable_warnings()  # about a kubeconfig with insecure-skip-tls-verify
     try:
         logging.basicConfig(
             level=args.log_level.upper(),

@@ -1679,6 +1679,7 @@ def hurry(patch: pytest.MonkeyPatch) -> None:
 
 HASTE = {
     "REQUEST_SECONDS": 0.3,
+    "BEAT_SECONDS": 0.3,
     "WATCH_SECONDS": 1,
     "LEASE_SECONDS": 6,
     "RENEW_SECONDS": 0.3,
@@ -2395,7 +2396,7 @@ def test_a_key_goes_to_one_worker_at_a_time_and_returns_if_it_was_added_meanwhil
 
 
 def test_a_worker_that_takes_a_key_wakes_another_one_for_the_next(monkeypatch):
-    monkeypatch.setattr(sked, "REQUEST_SECONDS", 3600)  # a worker that is not woken waits so long
+    monkeypatch.setattr(sked, "BEAT_SECONDS", 3600)  # a worker that is not woken waits so long
     work = sked.WorkQueue()
     waiting, taken = [], []
     for _ in range(2):
@@ -2853,11 +2854,17 @@ def test_repairs_are_paced_after_six_and_the_fight_is_over_after_a_quiet_minute(
 
 def test_a_wish_that_was_refused_waits_and_another_one_does_not():
     memory = sked.Memory("u-1")
-    memory.rejected("this", "no pods today")
-    with pytest.raises(sked.Blocked, match="no pods today") as pause:
+    for _ in range(2):
+        with pytest.raises(sked.Blocked, match="no pods today") as pause:
+            memory.rejected("this", "no pods today", at_once=True)
+        assert pause.value.reason == "Rejected"
+    with pytest.raises(sked.Blocked):
         memory.check_pause("this")
-    assert pause.value.reason == "Rejected"
     memory.check_pause("that")
+    for _ in range(4):
+        memory.rejected("that", "not now", at_once=False)  # counted afresh
+    with pytest.raises(sked.Blocked, match="not now"):
+        memory.rejected("that", "not now", at_once=False)
 
 
 def test_a_schedext_that_is_recreated_quickly_is_no_drift(world, server):
@@ -3349,6 +3356,7 @@ young: {up_since: 991.0}
 starting: {}
 crashing: {reason: CrashLoopBackOff, message: exit code 1}
 recovered: {up_since: 989.0, reason: CrashLoopBackOff, message: exit code 1}
+unready: {up_since: 991.0, is_up: false, reason: CrashLoopBackOff, message: exit code 1}
 older: {up_since: 989.0, revision: r0}
 """)
 # A pod with an injected sidecar.
@@ -3636,8 +3644,8 @@ def pods_of(kinds: Iterable[str]) -> list[sked.Pod]:
     """Pods of these kinds, on the nodes n1, n2 and so on."""
     blank = sked.read_pod(kubelet_pod({}), None, 1000.0)
     return [
-        blank._replace(node=f"n{n}", name=f"p{n}", is_up="up_since" in KINDS[kind], **KINDS[kind])
-        for n, kind in enumerate(kinds, 1)
+        blank._replace(node=f"n{n}", name=f"p{n}", **{"is_up": "up_since" in kind} | kind)
+        for n, kind in enumerate((KINDS[name] for name in kinds), 1)
     ]
 
 
@@ -4338,6 +4346,7 @@ def test_a_daemonset_of_another_owner_counts_for_nothing():
     """
     nothing is under way: {pods: [settled, settled]}
     the next pod settles: {pods: [settled, young], seconds: 1}
+    an earlier crash of an unready pod is forgotten: {pods: [settled, unready], seconds: 1}
     a node has no pod:
       pods: [settled]
       changes: {status: {currentNumberScheduled: 1}}
@@ -4925,7 +4934,7 @@ def test_health_fails_if_a_thread_hangs_or_dies_but_not_if_the_api_server_is_sil
     over = threading.Event()
     mocker.patch.object(sked, "plan", side_effect=lambda *_: over.wait() and None)
     server.thaw()
-    monkeypatch.setattr(sked.Pods, "handle", lambda *_: sys.exit())
+    monkeypatch.setattr(sked.Pods, "store", lambda *_: sys.exit())
     lost = re.compile(r"no sign of life from pods, worker-\d\n")
     eventually(lambda: ask(port, "/healthz")[0] == 503 and lost.fullmatch(ask(port, "/healthz")[1]))
     over.set()
