@@ -120,9 +120,15 @@ class ApiError(Exception):
         return self.status in (0, 502, 503, 504)
 
 
+def metadata_of(manifest: dict) -> dict:
+    """Empty if the manifest has no metadata, or something else in that place."""
+    meta = manifest.get("metadata")
+    return meta if isinstance(meta, dict) else {}
+
+
 def key_of(obj: dict) -> Key:
     """Namespace and name, as far as a manifest has them."""
-    meta = obj.get("metadata") or {}
+    meta = metadata_of(obj)
     return str(meta.get("namespace") or ""), str(meta.get("name") or "")
 
 
@@ -171,8 +177,7 @@ def pairs_of(schedext: dict) -> Pairs:
 
 def precedence(schedext: dict) -> tuple:
     """Sorts the winner first: more pairs, then the older one, then by namespace and name."""
-    meta = schedext.get("metadata") or {}
-    created = meta.get("creationTimestamp") or "not yet"  # sorts after every timestamp
+    created = metadata_of(schedext).get("creationTimestamp") or "not yet"  # after every timestamp
     return -len(selector_of(schedext)), str(created), key_of(schedext)
 
 
@@ -315,10 +320,10 @@ terminationMessagePolicy: File
 
 def check_spec(schedext: dict) -> None:
     """Raise InvalidSpec if no DaemonSet can be made of this."""
-    meta, spec = schedext.get("metadata"), schedext.get("spec")
+    meta, spec = metadata_of(schedext), schedext.get("spec")
     if schedext.get("apiVersion", API_VERSION) != API_VERSION:
         raise InvalidSpec(f"apiVersion must be {API_VERSION}, not {schedext['apiVersion']}")
-    if not isinstance(meta, dict) or not meta.get("name"):
+    if not meta.get("name"):
         raise InvalidSpec("metadata.name is missing")
     if not isinstance(meta["name"], str):
         raise InvalidSpec(f"metadata.name must be text: write it in quotes, '{meta['name']}'")
@@ -2298,17 +2303,13 @@ def render(file: str) -> str:
     schedexts = [obj for obj in objects if obj.get("kind") == "SchedExt"]
     if not schedexts:
         raise ValueError(f"{source} has no object of kind SchedExt")
+    daemonsets = []
     for schedext in schedexts:
         try:
-            check_spec(schedext)
-        except InvalidSpec as error:
-            meta = schedext.get("metadata")
-            name = meta.get("name") if isinstance(meta, dict) else None
-            raise ValueError(f"{source}: SchedExt {name or '?'}: {error}") from None
-    try:
-        daemonsets = [build_daemonset(schedext, schedexts) for schedext in schedexts]
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{source}: {error}") from None
+            daemonsets.append(build_daemonset(schedext, schedexts))
+        except (ValueError, TypeError) as error:
+            name = key_of(schedext)[1] or "?"
+            raise ValueError(f"{source}: SchedExt {name}: {error}") from None
     return yaml.safe_dump_all(daemonsets, sort_keys=False)
 
 
