@@ -733,11 +733,11 @@ def should_be_parked(observed: Observed, wanted: dict, wish: str) -> bool:
         # Someone has edited it. If they changed the strategy as well, the controller may already
         # have replaced pods.
         return old.parked and have["spec"]["updateStrategy"]["type"] == "OnDelete"
-    if is_observed(have) and not pods and not any(counts_of(have)):
-        return False  # there is no pod that could restart, and none is on its way
     if wish == old.wish:
         # Once parked, it stays so until all pods are of the current template.
-        return old.parked and not (is_observed(have) and is_rolled_out(have, pods))
+        return old.parked and not (pods and is_observed(have) and is_rolled_out(have, pods))
+    if is_observed(have) and not pods and not any(counts_of(have)):
+        return False  # there is no pod that could restart, and none is on its way
     if old.parked:
         return True
     if all(pod_spec(wanted).get(field) == pod_spec(have).get(field) for field in PLACEMENT_FIELDS):
@@ -1674,7 +1674,8 @@ class Memory:
         """Note what our last write undid; empty if it was nothing that sked owns.
 
         Another controller, webhook or script may keep setting another value. sked never gives up,
-        but it waits longer each time, until no repair has been needed for a minute.
+        but it waits longer each time, until no repair has been needed for a minute, or something
+        new has been written.
         """
         if monotonic() > self.paused_until + QUIET_SECONDS:
             self.repairs = 0
@@ -1686,6 +1687,10 @@ class Memory:
         )
         message += f"time, {drift or 'the change was to fields that sked does not own'}"
         self.pause(self.stamp.wish, seconds, "RollingOut", message)
+
+    def wrote_something_new(self) -> None:
+        self.repairs = 0
+        self.paused_until = 0.0
 
     def rejected(self, wish: str, message: str, at_once: bool) -> None:
         """Note a refusal. Raises Blocked if it belongs in the status: at once, or if it lasts."""
@@ -1947,6 +1952,7 @@ class Operator:
         have, memory = observed.daemonset, self.memories[key]
         changes = changed_fields(have, answer) if have else []
         if not is_drift:
+            memory.wrote_something_new()
             deed = f"changed {listed(changes)} of" if changes else "stamped"
             log.info("%s/%s: %s the DaemonSet", *key, deed if have else "created")
             return
