@@ -3020,44 +3020,30 @@ def test_an_event_names_its_schedext_and_cuts_a_long_message():
 
 # ---------------------------------------------------------------- build_daemonset
 
+# The fields that are passed on as they are, by where they go.
 FIELDS = yaml.safe_load("""
-- {spec: {suspend: true}, pod: {nodeSelector: {sked.schedkit.io/suspended: "true"}}}
-- spec: {suspend: true, nodeSelector: {pool: latency}}
-  pod: {nodeSelector: {pool: latency, sked.schedkit.io/suspended: "true"}}
-- spec: {nodeSelector: &labels {pool: latency, node-role.kubernetes.io/worker: ""}}
-  pod: {nodeSelector: *labels}
-- spec: {tolerations: &taints [{key: a, effect: NoExecute, tolerationSeconds: 60}]}
-  pod: {tolerations: *taints}
-- {spec: {priorityClassName: system-node-critical}, pod: {priorityClassName: system-node-critical}}
-- {spec: {imagePullSecrets: [{name: regcred}]}, pod: {imagePullSecrets: [{name: regcred}]}}
-- {spec: {hostPID: true}, pod: {hostPID: true}}
-- spec: {hostPaths: [/sys/kernel/debug, /run/x]}
-  pod:
-    volumes:
-    - {name: host-0, hostPath: {path: /sys/kernel/debug}}
-    - {name: host-1, hostPath: {path: /run/x}}
-  container:
-    volumeMounts:
-    - {name: host-0, mountPath: /sys/kernel/debug}
-    - {name: host-1, mountPath: /run/x}
-- {spec: {imagePullPolicy: Never}, container: {imagePullPolicy: Never}}
-- {spec: {args: [--slice-us, "5000", ""]}, container: {args: [--slice-us, "5000", ""]}}
-- spec:
-    env: &env
-    - {name: EMPTY, value: ""}
-    - {name: NODE, valueFrom: {fieldRef: {fieldPath: spec.nodeName}}}
-    - {name: CPU, valueFrom: {resourceFieldRef: {resource: limits.cpu}}}
-  container: {env: *env}
-- spec: {resources: &amounts {requests: {cpu: "0.5", memory: 1e3}, limits: {cpu: 1, memory: 1Gi}}}
-  container: {resources: *amounts}
-- spec: {terminationMessagePolicy: FallbackToLogsOnError}
-  container: {terminationMessagePolicy: FallbackToLogsOnError}
-- spec: {updateStrategy: {rollingUpdate: {maxUnavailable: 25%}}}
-  daemonset: {updateStrategy: {rollingUpdate: {maxUnavailable: 25%}}}
-- {spec: {minReadySeconds: 35}, daemonset: {minReadySeconds: 35}}
+daemonset:
+  updateStrategy: {rollingUpdate: {maxUnavailable: 25%}}
+  minReadySeconds: 35
+pod:
+  nodeSelector: {pool: latency, node-role.kubernetes.io/worker: ""}
+  tolerations: [{key: a, effect: NoExecute, tolerationSeconds: 60}]
+  priorityClassName: system-node-critical
+  imagePullSecrets: [{name: regcred}]
+  hostPID: true
+container:
+  imagePullPolicy: Never
+  args: [--slice-us, "5000", ""]
+  env:
+  - {name: EMPTY, value: ""}
+  - {name: NODE, valueFrom: {fieldRef: {fieldPath: spec.nodeName}}}
+  - {name: CPU, valueFrom: {resourceFieldRef: {resource: limits.cpu}}}
+  resources: {requests: {cpu: "0.5", memory: 1e3}, limits: {cpu: 1, memory: 1Gi}}
+  terminationMessagePolicy: FallbackToLogsOnError
 """)
-ALL_FIELDS = {field: value for row in FIELDS for field, value in row["spec"].items()}
-ALL_FIELDS["probeImage"] = "busybox:stable"
+PASSED_ON = {field: value for fields in FIELDS.values() for field, value in fields.items()}
+PATHS = ["/sys/kernel/debug", "/run/x"]
+ALL_FIELDS = PASSED_ON | {"suspend": True, "hostPaths": PATHS, "probeImage": "busybox:stable"}
 
 
 def pod_spec(built: dict) -> dict:
@@ -3068,31 +3054,39 @@ def test_a_plain_schedext_makes_exactly_the_go_operators_daemonset():
     assert sked.build_daemonset(given()) == PLAIN
 
 
-@pytest.mark.parametrize("row", FIELDS, ids=lambda row: "+".join(row["spec"]))
-def test_each_optional_field_sets_its_daemonset_field_and_nothing_else(row):
+def test_the_optional_fields_are_passed_on_and_set_nothing_else():
     expected = copy(PLAIN)
-    expected["spec"] |= row.get("daemonset", {})
-    pod_spec(expected).update(row.get("pod", {}))
-    pod_spec(expected)["containers"][0] |= row.get("container", {})
-    assert sked.build_daemonset(given(**row["spec"])) == expected
+    expected["spec"] |= FIELDS["daemonset"]
+    pod_spec(expected).update(FIELDS["pod"])
+    pod_spec(expected)["containers"][0] |= FIELDS["container"]
+    assert sked.build_daemonset(given(**PASSED_ON)) == expected
 
 
-def test_a_probe_image_adds_an_unprivileged_container_with_a_startup_probe():
+def test_suspend_adds_a_label_to_the_node_selector_that_no_node_has():
+    built = sked.build_daemonset(given(suspend=True, nodeSelector=A))
+    assert pod_spec(built)["nodeSelector"] == A | NOWHERE
+
+
+def test_each_host_path_is_mounted_at_the_same_place():
+    pod = pod_spec(sked.build_daemonset(given(hostPaths=PATHS)))
+    volumes = {volume["name"]: volume["hostPath"] for volume in pod["volumes"]}
+    mounts = pod["containers"][0]["volumeMounts"]
+    assert [mount["mountPath"] for mount in mounts] == PATHS
+    assert [volumes[mount["name"]] for mount in mounts] == [{"path": path} for path in PATHS]
+
+
+def test_a_probe_image_adds_an_unprivileged_container_that_must_attach_within_30_seconds():
     built = sked.build_daemonset(given(probeImage="busybox:stable"))
     scx, probe = pod_spec(built)["containers"]
     assert (probe["name"], probe["image"]) == ("probe", "busybox:stable")
     assert probe["terminationMessagePolicy"] == "File"
-    look = ["grep", "-qx", "enabled", "/sys/kernel/sched_ext/state"]
-    times = {"periodSeconds": 2, "timeoutSeconds": 5, "successThreshold": 1, "failureThreshold": 15}
-    assert probe["startupProbe"] == {"exec": {"command": look}, **times}
-    unprivileged = {
-        "runAsNonRoot": True,
-        "runAsUser": 65534,
-        "readOnlyRootFilesystem": True,
-        "allowPrivilegeEscalation": False,
-        "capabilities": {"drop": ["ALL"]},
-    }
-    assert probe["securityContext"] == unprivileged
+    startup = probe["startupProbe"]
+    assert startup["periodSeconds"] * startup["failureThreshold"] == 30
+    unprivileged = """
+        {runAsNonRoot: true, runAsUser: 65534, readOnlyRootFilesystem: true,
+         allowPrivilegeEscalation: false, capabilities: {drop: [ALL]}}
+        """
+    assert probe["securityContext"] == yaml.safe_load(unprivileged)
     pod_spec(built)["containers"] = [scx]
     assert built == PLAIN
 
@@ -3200,10 +3194,8 @@ def terms(built: dict) -> list[str]:
 @pytest.mark.parametrize(
     "mine, others, expected",
     table("""
-    no others: ["", [], []]
     less specific: [a=1, [""], []]
     disjoint: [a=1, ["a=2,b=1"], []]
-    one pool: ["", [pool=latency], [pool!=latency]]
     values of one key share a list: ["", [pool=b, pool=a, pool=a], [pool!=a|b]]
     two keys: ["", [a=1, b=2], [a!=1 b!=2]]
     each extra pair makes a term: ["", ["e=5,d=4,c=3,b=2,a=1"], [a!=1, b!=2, c!=3, d!=4, e!=5]]
@@ -3271,24 +3263,29 @@ def test_each_node_runs_exactly_one_of_the_schedexts_that_select_it():
         assert placed == [winner]
 
 
-def test_any_number_of_pools_with_the_same_two_labels_needs_two_terms():
-    winners = [for_nodes(f"pool={n // 12},zone={n % 12}") for n in range(144)]
-    assert len(terms(sked.build_daemonset(for_nodes("", "x"), winners))) == 2
+def pairs(prefix: str, total: int) -> str:
+    return ",".join(f"{prefix}{n}=1" for n in range(total))
 
 
-@pytest.mark.parametrize("lengths, allowed", [((10, 10), True), ((101,), False), ((11, 10), False)])
-def test_more_than_a_hundred_terms_are_refused(lengths, allowed):
-    winners = [
-        for_nodes(",".join(f"w{n}-{pair}=1" for pair in range(length)))
-        for n, length in enumerate(lengths)
-    ]
-    with contextlib.nullcontext() if allowed else pytest.raises(sked.InvalidSpec, match="too many"):
-        assert len(terms(sked.build_daemonset(for_nodes("", "x"), winners))) == 100
+@pytest.mark.parametrize(
+    "winners, needed",
+    [
+        pytest.param([f"a={n // 12},b={n % 12}" for n in range(144)], 2, id="the same two labels"),
+        pytest.param([pairs("a", 11), pairs("b", 11), "a0=1,b0=1"], 21, id="the shortest first"),
+        pytest.param([pairs("a", 10), pairs("b", 10)], 100, id="a hundred terms"),
+        pytest.param([pairs("a", 11), pairs("b", 10)], None, id="more are refused"),
+    ],
+)
+def test_yielding_takes_at_most_a_hundred_terms(winners, needed):
+    refused = pytest.raises(sked.InvalidSpec, match="too many")
+    with contextlib.nullcontext() if needed else refused:
+        built = sked.build_daemonset(for_nodes("", "x"), map(for_nodes, winners))
+        assert len(terms(built)) == needed
 
 
 # ---------------------------------------------------------------- pods
 
-# A plain SchedExt's DaemonSet as Kubernetes 1.36 stores it.
+# A plain SchedExt's DaemonSet, as the API server stores it.
 STORED = merge(
     PLAIN,
     yaml.safe_load("""
@@ -3298,24 +3295,6 @@ metadata:
   generation: 1
   creationTimestamp: "2026-01-01T00:00:00Z"
   annotations: {deprecated.daemonset.template.generation: "1"}
-spec:
-  revisionHistoryLimit: 10
-  template:
-    spec:
-      containers:
-      - name: scx
-        image: ghcr.io/schedkit/scx_rusty:latest
-        imagePullPolicy: Always
-        resources: {}
-        securityContext: {privileged: true}
-        terminationMessagePath: /dev/termination-log
-        terminationMessagePolicy: File
-      dnsPolicy: ClusterFirst
-      restartPolicy: Always
-      schedulerName: default-scheduler
-      securityContext: {}
-      terminationGracePeriodSeconds: 30
-  updateStrategy: {type: RollingUpdate, rollingUpdate: {maxSurge: 0, maxUnavailable: 1}}
 status:
   currentNumberScheduled: 2
   desiredNumberScheduled: 2
@@ -3325,6 +3304,7 @@ status:
   updatedNumberScheduled: 2
 """),
 )
+default_daemonset(STORED)
 
 
 def stored(**spec: Any) -> dict:
@@ -3349,7 +3329,7 @@ KUBELET_POD = yaml.safe_load("""
 metadata:
   name: p
   namespace: tools
-  labels: {controller-revision-hash: r1}
+  labels: {controller-revision-hash: r1, pod-template-generation: "3"}
   ownerReferences: [{kind: DaemonSet, name: scx-rusty, uid: d-1, controller: true}]
 spec:
   nodeName: n1
@@ -3394,11 +3374,6 @@ def up(seconds: int, ready: bool = True) -> dict:
     starting: {container: {state: {waiting: {reason: ContainerCreating}}}, reason: ""}
     initializing: {container: {state: {waiting: {reason: PodInitializing}}}, reason: ""}
     no state yet: {reason: ""}
-    up: {container: {state: {running: {}}, lastState: {}}, reason: ""}
-    ErrImagePull:
-      container: {state: {waiting: {reason: ErrImagePull, message: not found}}}
-      reason: ErrImagePull
-      words: not found
     image gone after a crash:
       container:
         state: {waiting: {reason: ImagePullBackOff, message: gone}}
@@ -3418,12 +3393,6 @@ def up(seconds: int, ready: bool = True) -> dict:
     backing off:
       container:
         state: {waiting: {reason: CrashLoopBackOff, message: back-off 10s}}
-        lastState: {terminated: {exitCode: 2, reason: Error}}
-        restartCount: 7
-      words: exit code 2, 7 restarts; see 'kubectl logs -n tools p -c scx --previous'
-    up again:
-      container:
-        state: {running: {}}
         lastState: {terminated: {exitCode: 2, reason: Error}}
         restartCount: 7
       words: exit code 2, 7 restarts; see 'kubectl logs -n tools p -c scx --previous'
@@ -3464,7 +3433,7 @@ def up(seconds: int, ready: bool = True) -> dict:
 )
 def test_a_pods_problem_is_summarized(container, status, reason, words):
     pod = sked.read_pod(kubelet_pod(container, **status), None, 1000.0)
-    assert (pod.key, pod.node) == (("tools", "scx-rusty"), "n1")
+    assert (pod.key, pod.node, pod.template_generation) == (("tools", "scx-rusty"), "n1", "3")
     assert (pod.reason, pod.message) == (reason, words)
 
 
@@ -3483,16 +3452,12 @@ def test_a_long_termination_message_keeps_its_end():
       probe: {ready: false, state: {running: {startedAt: 5}}}
       reason: ""
       words: ""
-    nothing is attached:
-      scx: &up {ready: true, state: {running: {startedAt: 60}}}
+    nothing is attached an hour after a crash:
+      scx: {ready: true, restartCount: 1, state: {running: {startedAt: 3600}}}
       probe: &nothing
         ready: false
         restartCount: 1
         state: {terminated: {exitCode: 1, finishedAt: 1, message: "it is 'disabled'\n"}}
-      words: "it is 'disabled'; its log may say why: 'kubectl logs -n tools p -c scx'"
-    nothing is attached an hour after a crash:
-      scx: {ready: true, restartCount: 1, state: {running: {startedAt: 3600}}}
-      probe: *nothing
       words: "it is 'disabled'; its log may say why: 'kubectl logs -n tools p -c scx'"
     the scheduler crashes:
       scx: {ready: false, restartCount: 1, state: &crash {terminated: {exitCode: 1, finishedAt: 2}}}
@@ -3518,20 +3483,9 @@ def test_a_long_termination_message_keeps_its_end():
         lastState: {terminated: {exitCode: 137, finishedAt: null}}
       reason: CrashLoopBackOff
       words: exit code unknown, 1 restart; see 'kubectl logs -n tools p -c scx --previous'
-    the probe ended and the kubelet lost how:
-      probe: {ready: false, restartCount: 1, state: {running: {startedAt: 2}}}
-      words: "no scheduler is attached; its log may say why: 'kubectl logs -n tools p -c scx'"
-    the probe was killed:
-      probe: {restartCount: 1, state: {terminated: {exitCode: 137, reason: Error, finishedAt: 1}}}
-      words: "no scheduler is attached; its log may say why: 'kubectl logs -n tools p -c scx'"
     the probe backs off and the kubelet lost how it ended:
       probe: {restartCount: 3, state: {waiting: {reason: CrashLoopBackOff}}}
       words: "no scheduler is attached; its log may say why: 'kubectl logs -n tools p -c scx'"
-    the probe's image has no grep:
-      probe: {restartCount: 1, state: {terminated: {exitCode: 127, reason: Error, finishedAt: 1}}}
-      reason: CrashLoopBackOff
-      words: "the probe does not run (its image needs sh and grep): exit code 127, 1 restart;
-         see 'kubectl describe pod -n tools p'"
     grep in the probe's image may not be run:
       probe: {restartCount: 1, state: {terminated: {exitCode: 126, reason: Error, finishedAt: 1}}}
       reason: CrashLoopBackOff
@@ -3558,15 +3512,9 @@ def test_the_probe_reports_not_attached_unless_the_scheduler_itself_failed(
 
 
 def test_an_unbound_pods_node_is_read_from_its_affinity():
-    spec = """
-        containers: [{name: scx}]
-        affinity:
-          nodeAffinity:
-            requiredDuringSchedulingIgnoredDuringExecution:
-              nodeSelectorTerms:
-              - matchFields: [{key: metadata.name, operator: In, values: [n7]}]
-        """
-    pod = kubelet_pod({}) | {"spec": yaml.safe_load(spec)}
+    term = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": ["n7"]}]}
+    rules = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}
+    pod = kubelet_pod({}) | {"spec": {"affinity": {"nodeAffinity": rules}}, "status": {}}
     assert sked.read_pod(pod, None, 1000.0).node == "n7"
 
 
@@ -3601,6 +3549,13 @@ def test_a_pod_has_been_up_since_it_started_or_since_sked_saw_it_start(
 def test_a_pod_with_a_probe_is_up_when_both_containers_are():
     pod = sked.read_pod(kubelet_pod(up(900), up(60)), None, 1000.0)
     assert pod.up_since == pytest.approx(940, abs=30)
+
+
+def test_a_change_of_a_pod_wakes_its_schedext_after_a_moment(mocker):
+    operator = mocker.Mock()
+    [pod] = pods_of(["settled"])
+    sked.Pods(operator, "").changed(pod, None)
+    operator.queue.add.assert_called_once_with(pod.key, sked.GATHER_SECONDS)
 
 
 # ---------------------------------------------------------------- the stamp and the plan
