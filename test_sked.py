@@ -4051,16 +4051,7 @@ def status_of(seen: sked.Observed, steady: float = 0.0, blocked: Any = None) -> 
 @cases(
     "pods, spec, changes, winners, steady, reason, words",
     """
-    the controller has not seen the last change:
-      changes: {metadata: {generation: 2}}
-      words: waiting for the DaemonSet controller
-    suspended:
-      spec: {suspend: true}
-      changes: {status: {desiredNumberScheduled: 0}}
-      reason: Suspended
-      words: to resume
     suspended a moment ago:
-      pods: [settled, settled]
       spec: {suspend: true}
       changes: {metadata: {generation: 2}}
       words: waiting for the DaemonSet controller
@@ -4075,9 +4066,11 @@ def status_of(seen: sked.Observed, steady: float = 0.0, blocked: Any = None) -> 
     no nodes match the nodeSelector:
       spec: {nodeSelector: {pool: latency, a: ""}}
       changes: {status: {desiredNumberScheduled: 0}}
+      winners: [{labels: "pool=latency,a=,b=1"}, {labels: "b=1,c=1,d=1", name: a}]
       reason: NoNodes
       words: "no node to run on: check that 'kubectl get nodes --selector=a=,pool=latency' lists
-         nodes, and their taints"
+         nodes, and their taints; if it does, these SchedExts may come first there: tools/a,
+         tools/other"
     all ready: {pods: [settled, settled], reason: AllReady, words: running on 2 of 2 nodes}
     one has just started and the DaemonSet does not know yet:
       pods: [young]
@@ -4087,7 +4080,6 @@ def status_of(seen: sked.Observed, steady: float = 0.0, blocked: Any = None) -> 
       pods: [settled, young]
       words: ready on 1 of 2 nodes, updated on 2; waiting for the pods to stay up for 10 s
     one starting: {pods: [settled, starting], words: "ready on 1 of 2 nodes, updated on 2"}
-    one missing: {pods: [settled], words: "ready on 1 of 2 nodes, updated on 2"}
     the DaemonSet says one is old:
       pods: [settled, settled]
       changes: {status: {updatedNumberScheduled: 1}}
@@ -4095,10 +4087,6 @@ def status_of(seen: sked.Observed, steady: float = 0.0, blocked: Any = None) -> 
     the DaemonSet says one is not ready:
       pods: [settled, settled]
       changes: {status: {numberReady: 1}}
-      words: ready on 1 of 2 nodes, updated on 2
-    a pod on a tainted node does not hide one that never started:
-      pods: [settled, settled, starting]
-      changes: {status: {numberReady: 1, numberMisscheduled: 1}}
       words: ready on 1 of 2 nodes, updated on 2
     a pod on a tainted node does not hide one that has just started:
       pods: [settled, settled, young]
@@ -4133,10 +4121,6 @@ def status_of(seen: sked.Observed, steady: float = 0.0, blocked: Any = None) -> 
         metadata: *parked
         status: {updatedNumberScheduled: 1}
       words: ready on 1 of 2 nodes, updated on 2; waiting for the pods to stay up for 10 s
-    one crashes:
-      pods: [settled, crashing]
-      reason: NodesFailing
-      words: "failing on 1 of 2 nodes; n2: CrashLoopBackOff: exit code 1"
     a new node has had no pod for a moment:
       pods: [settled]
       changes: {status: {currentNumberScheduled: 1, numberReady: 1}}
@@ -4159,11 +4143,6 @@ def status_of(seen: sked.Observed, steady: float = 0.0, blocked: Any = None) -> 
       pods: [settled, settled]
       changes: {spec: {minReadySeconds: 35}}
       words: ready on 0 of 2 nodes, updated on 2; waiting for the pods to stay up for 35 s
-    another one selects the same nodes and is older:
-      winners: [{labels: ""}]
-      reason: Conflict
-      words: "SchedExt tools/other selects the same nodes and is older: delete one of the two, or
-         give this one another nodeSelector"
     an older one for the same nodes is suspended:
       winners: [{labels: "", suspend: true}]
       reason: Conflict
@@ -4203,19 +4182,9 @@ def test_the_ready_condition_gives_a_reason_and_a_message(
     assert ready["message"].endswith(words)
 
 
-@pytest.mark.parametrize(
-    "count, named",
-    [
-        (5, "tools/c0, tools/c1, tools/c2, tools/c3, tools/c4"),
-        (7, "tools/c0, tools/c1, tools/c2, tools/c3, tools/c4 and 2 more"),
-    ],
-)
-def test_without_nodes_the_status_names_the_schedexts_that_come_first(count, named):
-    winners = [for_nodes("pool=a,zone=b", f"c{n}") for n in reversed(range(count))]
-    seen = observed([], {"nodeSelector": A}, {"status": {"desiredNumberScheduled": 0}}, winners)
-    message = dig({"status": status_of(seen)}, READY)["message"]
-    words = "their taints; if it does, these SchedExts may come first there"
-    assert message.endswith(f"{words}: {named}")
+@pytest.mark.parametrize("names, words", [("abcde", ""), ("abcdefg", " and 2 more")])
+def test_a_message_lists_at_most_five_names(names, words):
+    assert sked.listed(list(names)) == f"a, b, c, d, e{words}"
 
 
 def test_the_status_counts_nodes_lists_failures_and_keeps_foreign_conditions():
@@ -4249,18 +4218,11 @@ def test_ten_failures_are_listed_by_node_and_all_are_counted():
     [("NameTaken", True), ("Conflict", True), ("Rejected", True), ("RollingOut", False)],
 )
 def test_what_waiting_does_not_fix_is_stalled_until_it_is_over(reason, is_stalled):
-    blocked = sked.Blocked(reason, "why")
-    status = status_of(observed([]), blocked=blocked)
-    fields = {
-        "status": "True",
-        "reason": reason,
-        "message": "why",
-        "observedGeneration": 1,
-        "lastTransitionTime": NOW,
-    }
-    ready = fields | {"type": "Ready", "status": "False"}
-    assert status["conditions"] == [ready, *([fields | {"type": "Stalled"}] * is_stalled)]
-    later = status_of(observed(["settled", "settled"], conditions=status["conditions"]))
+    conditions = status_of(observed([]), blocked=sked.Blocked(reason, "why"))["conditions"]
+    said = [(c["type"], c["status"], c["reason"], c["message"]) for c in conditions]
+    stalled = ("Stalled", "True", reason, "why")
+    assert said == [("Ready", "False", reason, "why"), stalled][: 1 + is_stalled]
+    later = status_of(observed(["settled", "settled"], conditions=conditions))
     assert [(c["type"], c["reason"]) for c in later["conditions"]] == [("Ready", "AllReady")]
 
 
@@ -4318,10 +4280,6 @@ def test_a_crash_loop_is_one_steady_failure_until_it_is_fixed(world, kubelets):
     world.start()
     world.add(sched="ghcr.io/x/y:crash", terminationMessagePolicy="FallbackToLogsOnError")
     eventually(lambda: str(world.failures()), contains("2 restarts"))
-    [failure] = world.failures()
-    assert (failure["node"], failure["reason"]) == ("n", "CrashLoopBackOff")
-    assert "Failed to load BPF program" in failure["message"]
-    assert f"kubectl logs -n default {failure['pod']} -c scx --previous" in failure["message"]
     assert world.reasons() in (["NodesFailing"], ["RollingOut", "NodesFailing"])
     times = {dig(obj, READY)["lastTransitionTime"] for obj in world.history()}
     world.edit(sched=RUSTY)
@@ -4396,22 +4354,6 @@ def test_each_problem_and_a_recovery_make_one_event_and_requested_changes_make_n
     assert events_of(server) == [("Normal", "x", "AllReady"), *expected]
 
 
-def test_a_bad_image_stops_at_the_first_node_by_the_crds_default(world, server, kubelets):
-    server.set_default("minReadySeconds", 2)  # a real cluster has more
-    kubelets.crash_seconds = (0.2, 0.2, 0.2)
-    for node in "abc":
-        kubelets.add_node(node)
-    world.start()
-    server.create(schedext("x"))
-    world.expect("AllReady")
-    world.edit(sched="ghcr.io/x/y:crash")
-    world.expect("NodesFailing")
-    eventually(lambda: str(world.failures()), contains("3 restarts"))
-    assert running(kubelets) == {"a": "ghcr.io/x/y:crash", "b": RUSTY, "c": RUSTY}
-    world.edit(sched=RUSTY)
-    world.expect("AllReady")
-
-
 def test_hanging_events_delay_nothing_else(world, server):
     hang = server.fault("POST", "/events", None, "hang")
     world.deploy()
@@ -4419,19 +4361,6 @@ def test_hanging_events_delay_nothing_else(world, server):
     eventually(lambda: hang.hits)
     world.edit(sched=LAVD)
     eventually(world.image, LAVD, 20)  # less than REQUEST_SECONDS
-
-
-def test_a_foreign_condition_survives_a_concurrent_status_write(world, server, kubelets):
-    ready = world.deploy("NoNodes")
-    silence = cut_off(server, "schedexts")
-    theirs = ready | {"type": "Approved"}
-    server.patch("schedexts", "default", "x", {"status": {"conditions": [theirs, ready]}}, "status")
-    kubelets.add_node("n")
-    eventually(lambda: [request.status for request in server.writes()], contains(409))
-    silence.clear()
-    world.expect("AllReady")
-    conditions = world.get()["status"]["conditions"]
-    assert theirs in conditions and len(conditions) == 2
 
 
 # ---------------------------------------------------------------- node pools
