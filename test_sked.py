@@ -4665,7 +4665,8 @@ def test_one_of_three_replicas_leads_and_hands_over_on_sigterm(server, replica):
     server.create(schedext("two"))
     eventually(lambda: images(server), contains("two"))
     assert (before["leaseTransitions"], lease(server)["leaseTransitions"]) == (0, 1)
-    assert [one.stop() for one in replicas if one is not first] == [0, 0]
+    second, third = [one for one in replicas if one is not first]
+    assert (second.stop(), third.stop(signal.SIGINT)) == (0, 0)
     assert lease(server)["holderIdentity"] == ""
     assert [r.status for r in server.writes() if r.what == "daemonsets"] == [201, 201]
 
@@ -4934,19 +4935,14 @@ def test_the_configuration_comes_from_flag_environment_pod_or_home_in_this_order
 @cases(
     "flags, problem",
     """
-    no default: {flags: --kubeconfig=, problem: "~/.kube/config: there is no such file"}
-    no file:
-      flags: --kubeconfig=~/none
-      problem: "cannot use the kubeconfig ~/none: there is no such file; choose another one with
-        --kubeconfig, $KUBECONFIG or --context"
-    a directory: {flags: --kubeconfig=/, problem: "Is a directory"}
+    no default:
+      flags: --kubeconfig=
+      problem: "cannot use the kubeconfig ~/.kube/config: there is no such file; choose another one
+        with --kubeconfig, $KUBECONFIG or --context"
     no such context: {flags: --context=x, problem: "~/env: ... name x in"}
     no current-context: {flags: --kubeconfig=~/silent, problem: "~/silent: ... current-context"}
-    no contexts: {flags: --kubeconfig=/dev/null, problem: "/dev/null: ... file is empty"}
     not a kubeconfig: {flags: --kubeconfig=~/text, problem: "cannot use the kubeconfig ~/text:"}
-    contexts of another kind: {flags: --kubeconfig=~/numbers, problem: "kubeconfig ~/numbers:"}
-    not YAML: {flags: --kubeconfig=~/broken, problem: "line 1, column 5"}
-    not text: {flags: --kubeconfig=~/binary, problem: "~/binary: 'utf-8' codec can't decode"}
+    not YAML: {flags: --kubeconfig=~/broken, problem: "~/broken: ... line 1, column 5"}
     no lease namespace:
       flags: --leader-elect
       problem: --leader-elect needs --leader-election-namespace outside a cluster
@@ -4961,26 +4957,17 @@ def test_the_configuration_comes_from_flag_environment_pod_or_home_in_this_order
       flags: "--metrics-bind-address=127.0.0.1:0 --metrics-cert-dir=/none"
       problem: cannot load tls.crt and tls.key from /none
     no openssl: {flags: "--metrics-bind-address=127.0.0.1:0", problem: --metrics-cert-dir}
-    nothing to render:
-      flags: --render=/none.yaml
-      problem: "cannot read /none.yaml: No such file or directory"
     """,
 )
 def test_a_failed_start_says_in_one_line_what_is_wrong(home, monkeypatch, flags, problem):
     (home / ".kube" / "config").unlink()
-    (home / "binary").write_bytes(b"\x7fELF\x02\xff")
-    (home / "numbers").write_text("contexts: [5]")
     monkeypatch.setenv("PATH", "")
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = other.getsockname()[1]
         argv = "--kubeconfig=~/env --health-probe-bind-address=0 " + flags.format(taken=taken)
         said = sked.main(argv.split())
-    assert said.startswith("sked: ")
-    assert "\n" not in said
-    remaining = said
-    for words in problem.format(taken=taken).split(" ... "):
-        assert words in remaining
-        remaining = remaining.partition(words)[2]
+    words = map(re.escape, problem.format(taken=taken).split("..."))
+    assert re.fullmatch(f"sked: .*{'.*'.join(words)}.*", said)
 
 
 def test_a_program_that_imports_sked_can_handle_missing_packages():
@@ -4995,25 +4982,38 @@ def test_a_refused_token_is_told_to_log_in_again(server, tmp_path):
     assert call_fails(connect(path), "Unauthorized: the token .* has expired; log in again")
 
 
+def test_a_refusal_without_words_is_told_by_its_status(mocker):
+    answer = mocker.Mock(data=b"", status=502)
+    assert str(sked.Api.refusal(mocker.Mock(), answer)) == "HTTP status 502"
+
+
+def test_certificates_are_not_checked_as_strictly_as_python_3_13_would(mocker):
+    context = ssl.create_default_context()
+    context.verify_flags |= ssl.VERIFY_X509_STRICT  # Python 3.13's default
+    mocker.patch.object(ssl, "create_default_context", return_value=context)
+    assert not sked.client_tls(sked.Configuration()).verify_flags & ssl.VERIFY_X509_STRICT
+
+
 @pytest.mark.parametrize(
-    "flag, name, value",
+    "flags, name, value",
     table("""
     switched on: [--leader-elect, leader_elect, true]
     switched off: [--leader-elect=false, leader_elect, false]
     T for true: [--leader-elect=T, leader_elect, true]
     0 for false: [--metrics-secure=0, metrics_secure, false]
-    zap flag with true: [--zap-devel=true, leader_elect, false]
-    zap flag with a word: [--zap-encoder=json, leader_elect, false]
-    zap flag with a number: [--zap-log-level=5, log_level, info]
+    without effect:
+    - "--enable-http2=true --zap-devel --zap-encoder=json --zap-log-level=5
+      --zap-stacktrace-level=panic --zap-time-encoding=rfc3339"
+    - log_level
+    - info
     level in upper case: [--log-level=DEBUG, log_level, debug]
-    HTTP/2: [--enable-http2=true, metrics_secure, true]
-    no metrics by default: [--leader-elect, metrics_bind_address, "0"]
-    health by default: ["--metrics-bind-address=:9", health_probe_bind_address, ":8081"]
+    no metrics by default: ["", metrics_bind_address, "0"]
+    health by default: ["", health_probe_bind_address, ":8081"]
     the last port: ["--metrics-bind-address=:65535", metrics_bind_address, ":65535"]
     """),
 )
-def test_flags_mean_the_same_as_in_the_go_operator(flag, name, value):
-    assert getattr(sked.parse([flag]), name) == value
+def test_flags_mean_the_same_as_in_the_go_operator(flags, name, value):
+    assert getattr(sked.parse(flags.split()), name) == value
 
 
 @pytest.mark.parametrize(
@@ -5058,8 +5058,7 @@ def test_render_prints_daemonsets_that_yield_to_each_other(capsys, tmp_path):
 @cases(
     "metadata, spec, words, api_version",
     """
-    no spec: {spec: null, words: "SchedExt x: spec.sched is missing: it names the image"}
-    spec not a map: {spec: text, words: "SchedExt x: spec.sched is missing"}
+    spec not a map: {spec: text, words: "SchedExt x: spec.sched is missing: it names the image"}
     empty image: {spec: {sched: ""}, words: "SchedExt x: spec.sched is missing"}
     image not text: {spec: {sched: 5}, words: "spec.sched must be text, not 5"}
     no name: {metadata: {}, words: "SchedExt ?: metadata.name is missing"}
@@ -5073,14 +5072,12 @@ def test_render_prints_daemonsets_that_yield_to_each_other(capsys, tmp_path):
       words: "SchedExt x: apiVersion must be sked.schedkit.io/v1, not sked.schedkit.io/v2"
     unknown field: {spec: {sched: x, image: y}, words: "SchedExt x: spec.image: unknown field"}
     text as a switch: {spec: {sched: x, suspend: "yes"}, words: "must be true or false, not 'yes'"}
-    a number as a switch: {spec: {sched: x, hostPID: 1}, words: "must be true or false, not 1"}
     a switch as a number: {spec: {sched: x, minReadySeconds: true}, words: must be a whole number}
     a list as nodeSelector: {spec: {sched: x, nodeSelector: [a]}, words: nodeSelector must be a map}
     a number as a label's value:
       spec: {sched: x, nodeSelector: {pool: 1}}
       words: "spec.nodeSelector is a map of text: write '1' in quotes"
     hostPaths: {spec: {sched: x, hostPaths: 3}, words: "spec.hostPaths must be a list, not 3"}
-    probeImage: {spec: {sched: x, probeImage: 3}, words: "spec.probeImage must be text, not 3"}
     """,
     api_version="sked.schedkit.io/v1",
     metadata={"name": "x"},
@@ -5103,13 +5100,10 @@ def test_render_says_in_one_line_what_is_wrong_with_which_schedext(
     - "{kind: List, items: [{kind: SchedExt, metadata: {name: x}, spec: {sched: x}},
       {kind: SchedExt, metadata: {name: y}, spec: {}}]}"
     - "SchedExt y: spec.sched is missing"
-    not YAML: ["a: [", "is not valid YAML: while parsing a flow node expected the node content"]
     no date: ["a: 2020-99-99", "is not valid YAML: month must be in 1..12"]
-    not text: ["\\0", "is not valid YAML: unacceptable character"]
-    another kind: ["kind: Pod", has no object of kind SchedExt]
     empty List: ["{kind: List, items: }", has no object of kind SchedExt]
     List of numbers: ["{kind: List, items: [5]}", has no object of kind SchedExt]
-    empty file: ["", has no object of kind SchedExt]
+    number: ["5", has no object of kind SchedExt]
     """),
 )
 def test_render_says_in_one_line_what_is_wrong_with_which_file(capsys, tmp_path, text, words):
@@ -5145,7 +5139,7 @@ def test_an_interrupted_render_of_stdin_says_how_stdin_ends():
     missing packages:  # -S: without site-packages
     - -I -S sked.py --version
     - "No module named '.*': .* 'pip install -r requirements.txt'"
-    no file: [sked.py --render=/none.yaml, .*/none.yaml.*]
+    no file: [sked.py --render=/none.yaml, "cannot read /none.yaml: No such file or directory"]
     """),
 )
 def test_a_problem_is_one_line_on_stderr_and_exit_code_1(flags, problem):
