@@ -3091,74 +3091,55 @@ def test_a_probe_image_adds_an_unprivileged_container_that_must_attach_within_30
     assert built == PLAIN
 
 
-class Probe(contextlib.AbstractContextManager):
-    """Runs the probe's script in a real shell, on a file in place of the kernel's.
-
-    Each of its sleeps adds a byte to the file sleeps and ends when there is a file go.
-    """
-
-    def __init__(self, folder: Path, shell: str) -> None:
-        self.state = folder / "state"
-        self.said = folder / "said"
-        self.sleeps = folder / "sleeps"
-        self.go = folder / "go"
-        self.said.touch()
-        self.sleeps.touch()
-        sleep = f"echo >>{self.sleeps}; while ! rm {self.go} 2>/dev/null; do sleep 0.02; done"
-        script = sked.PROBE_CONTAINER["command"][2]
-        script = script.replace("/sys/kernel/sched_ext/state", str(self.state))
-        script = script.replace("/dev/termination-log", str(self.said))
-        script = re.sub(r"sleep \d", sleep, script)
-        self.process = subprocess.Popen([*shell.split(), "-c", script])
-        eventually(self.slept)
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.go.touch()  # for a sleep that outlives the script
-
-    def slept(self) -> int:
-        """How many sleeps have begun."""
-        return self.sleeps.stat().st_size
-
-    def step(self) -> None:
-        """Ends a sleep; waits until the next one has begun, or the script has ended."""
-        before = self.slept()
-        self.go.touch()
-        eventually(lambda: self.slept() > before or self.process.poll() is not None)
-
-    def ends(self) -> tuple[int, str]:
-        """Waits for the end; returns exit code and termination message."""
-        return self.process.wait(60), self.said.read_text()
-
-
 SHELLS = [shell for shell in ("sh", "busybox sh") if shutil.which(shell.split()[0])]
-NOTHING = "no scheduler is attached: {} is '{}'\n"
 
 
-@pytest.mark.parametrize("shell", SHELLS)
+@pytest.fixture(params=SHELLS)
+def probe(request: Any, tmp_path: Path) -> Iterator[subprocess.Popen]:
+    """The probe's script in a real shell, with the files state and said in place of the kernel's.
+
+    In place of each sleep it writes a line, and reads one.
+    """
+    script = sked.PROBE_CONTAINER["command"][2]
+    script = script.replace("/sys/kernel/sched_ext/state", f"{tmp_path}/state")
+    script = script.replace("/dev/termination-log", f"{tmp_path}/said")
+    script = re.sub(r"sleep \d", "echo; head -n 1 <&3 >/dev/null", script)
+    (tmp_path / "said").touch()
+    command = [*request.param.split(), "-c", f"exec 3<&0; {script}"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        process.stdout.readline()
+        yield process
+        process.kill()
+
+
+def goes_on(probe: subprocess.Popen) -> bool:
+    """Whether another sleep of the probe follows this one."""
+    probe.stdin.write("\n")
+    probe.stdin.flush()
+    return bool(probe.stdout.readline())
+
+
 @pytest.mark.parametrize("state, code", [("enabled", 0), ("disabled", 1), (None, 1)])
-def test_sigterm_ends_the_probe_without_waiting_for_its_sleep(tmp_path, shell, state, code):
+def test_sigterm_ends_the_probe_without_waiting_for_its_sleep(tmp_path, probe, state, code):
     if state:
         (tmp_path / "state").write_text(f"{state}\n")
-    with Probe(tmp_path, shell) as probe:
-        probe.process.terminate()
-        words = NOTHING.format(probe.state, state or "not there") if code else ""
-        assert probe.ends() == (code, words)
+        assert goes_on(probe)
+    probe.terminate()
+    assert probe.wait(60) == code
+    words = f"no scheduler is attached: {tmp_path}/state is '{state or 'not there'}'\n"
+    assert (tmp_path / "said").read_text() == (words if code else "")
 
 
-@pytest.mark.parametrize("shell", SHELLS)
-def test_the_probe_waits_for_a_scheduler_and_fails_when_it_misses_it_four_times(tmp_path, shell):
-    with Probe(tmp_path, shell) as probe:
-        for _ in range(9):  # no state file yet
-            probe.step()
-        for state, steps in (("enabled", 9), ("disabled", 3), ("enabled", 1), ("disabled", 3)):
-            probe.state.write_text(f"{state}\n")
-            for _ in range(steps):
-                probe.step()
-        assert probe.process.poll() is None
-        probe.step()
-        assert probe.ends() == (1, NOTHING.format(probe.state, "disabled"))
+def test_the_probe_waits_for_a_scheduler_and_fails_when_it_misses_it_four_times(tmp_path, probe):
+    assert all(goes_on(probe) for _ in range(9))  # no state file yet
+    for state, times in (("enabled", 9), ("disabled", 3), ("enabled", 1)):
+        (tmp_path / "state").write_text(f"{state}\n")
+        assert all(goes_on(probe) for _ in range(times))
+    (tmp_path / "state").unlink()
+    assert [goes_on(probe) for _ in range(4)] == [True, True, True, False]
+    assert probe.wait(60) == 1
+    assert (tmp_path / "said").read_text().endswith("is 'not there'\n")
 
 
 def test_a_manifest_that_was_never_applied_has_no_owner_and_no_namespace():
