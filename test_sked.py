@@ -4161,7 +4161,8 @@ def test_ten_failures_are_listed_by_node_and_all_are_counted():
     [("NameTaken", True), ("Conflict", True), ("Rejected", True), ("RollingOut", False)],
 )
 def test_what_waiting_does_not_fix_is_stalled_until_it_is_over(reason, is_stalled):
-    conditions = status_of(observed([]), blocked=sked.Blocked(reason, "why"))["conditions"]
+    seen = observed(["crashing"])
+    conditions = status_of(seen, blocked=sked.Blocked(reason, "why"))["conditions"]
     said = [(c["type"], c["status"], c["reason"], c["message"]) for c in conditions]
     stalled = ("Stalled", "True", reason, "why")
     assert said == [("Ready", "False", reason, "why"), stalled][: 1 + is_stalled]
