@@ -42,6 +42,7 @@ import functools
 import hashlib
 import http.server
 import importlib.util
+import inspect
 import itertools
 import json
 import logging
@@ -3036,44 +3037,30 @@ def test_an_event_names_its_schedext_and_cuts_a_long_message():
 
 # ---------------------------------------------------------------- build_daemonset
 
+# The fields that are passed on as they are, by where they go.
 FIELDS = yaml.safe_load("""
-- {spec: {suspend: true}, pod: {nodeSelector: {sked.schedkit.io/suspended: "true"}}}
-- spec: {suspend: true, nodeSelector: {pool: latency}}
-  pod: {nodeSelector: {pool: latency, sked.schedkit.io/suspended: "true"}}
-- spec: {nodeSelector: &labels {pool: latency, node-role.kubernetes.io/worker: ""}}
-  pod: {nodeSelector: *labels}
-- spec: {tolerations: &taints [{key: a, effect: NoExecute, tolerationSeconds: 60}]}
-  pod: {tolerations: *taints}
-- {spec: {priorityClassName: system-node-critical}, pod: {priorityClassName: system-node-critical}}
-- {spec: {imagePullSecrets: [{name: regcred}]}, pod: {imagePullSecrets: [{name: regcred}]}}
-- {spec: {hostPID: true}, pod: {hostPID: true}}
-- spec: {hostPaths: [/sys/kernel/debug, /run/x]}
-  pod:
-    volumes:
-    - {name: host-0, hostPath: {path: /sys/kernel/debug}}
-    - {name: host-1, hostPath: {path: /run/x}}
-  container:
-    volumeMounts:
-    - {name: host-0, mountPath: /sys/kernel/debug}
-    - {name: host-1, mountPath: /run/x}
-- {spec: {imagePullPolicy: Never}, container: {imagePullPolicy: Never}}
-- {spec: {args: [--slice-us, "5000", ""]}, container: {args: [--slice-us, "5000", ""]}}
-- spec:
-    env: &env
-    - {name: EMPTY, value: ""}
-    - {name: NODE, valueFrom: {fieldRef: {fieldPath: spec.nodeName}}}
-    - {name: CPU, valueFrom: {resourceFieldRef: {resource: limits.cpu}}}
-  container: {env: *env}
-- spec: {resources: &amounts {requests: {cpu: "0.5", memory: 1e3}, limits: {cpu: 1, memory: 1Gi}}}
-  container: {resources: *amounts}
-- spec: {terminationMessagePolicy: FallbackToLogsOnError}
-  container: {terminationMessagePolicy: FallbackToLogsOnError}
-- spec: {updateStrategy: {rollingUpdate: {maxUnavailable: 25%}}}
-  daemonset: {updateStrategy: {rollingUpdate: {maxUnavailable: 25%}}}
-- {spec: {minReadySeconds: 35}, daemonset: {minReadySeconds: 35}}
+daemonset:
+  updateStrategy: {rollingUpdate: {maxUnavailable: 25%}}
+  minReadySeconds: 35
+pod:
+  nodeSelector: {pool: latency, node-role.kubernetes.io/worker: ""}
+  tolerations: [{key: a, effect: NoExecute, tolerationSeconds: 60}]
+  priorityClassName: system-node-critical
+  imagePullSecrets: [{name: regcred}]
+  hostPID: true
+container:
+  imagePullPolicy: Never
+  args: [--slice-us, "5000", ""]
+  env:
+  - {name: EMPTY, value: ""}
+  - {name: NODE, valueFrom: {fieldRef: {fieldPath: spec.nodeName}}}
+  - {name: CPU, valueFrom: {resourceFieldRef: {resource: limits.cpu}}}
+  resources: {requests: {cpu: "0.5", memory: 1e3}, limits: {cpu: 1, memory: 1Gi}}
+  terminationMessagePolicy: FallbackToLogsOnError
 """)
-ALL_FIELDS = {field: value for row in FIELDS for field, value in row["spec"].items()}
-ALL_FIELDS["probeImage"] = "busybox:stable"
+PASSED_ON = {field: value for fields in FIELDS.values() for field, value in fields.items()}
+PATHS = ["/sys/kernel/debug", "/run/x"]
+ALL_FIELDS = PASSED_ON | {"suspend": True, "hostPaths": PATHS, "probeImage": "busybox:stable"}
 
 
 def pod_spec(built: dict) -> dict:
@@ -3084,103 +3071,89 @@ def test_a_plain_schedext_makes_exactly_the_go_operators_daemonset():
     assert sked.build_daemonset(given()) == PLAIN
 
 
-@pytest.mark.parametrize("row", FIELDS, ids=lambda row: "+".join(row["spec"]))
-def test_each_optional_field_sets_its_daemonset_field_and_nothing_else(row):
+def test_the_optional_fields_are_passed_on_and_set_nothing_else():
     expected = copy(PLAIN)
-    expected["spec"] |= row.get("daemonset", {})
-    pod_spec(expected).update(row.get("pod", {}))
-    pod_spec(expected)["containers"][0] |= row.get("container", {})
-    assert sked.build_daemonset(given(**row["spec"])) == expected
+    expected["spec"] |= FIELDS["daemonset"]
+    pod_spec(expected).update(FIELDS["pod"])
+    pod_spec(expected)["containers"][0] |= FIELDS["container"]
+    assert sked.build_daemonset(given(**PASSED_ON)) == expected
 
 
-def test_a_probe_image_adds_an_unprivileged_container_with_a_startup_probe():
+def test_suspend_adds_a_label_to_the_node_selector_that_no_node_has():
+    built = sked.build_daemonset(given(suspend=True, nodeSelector=A))
+    assert pod_spec(built)["nodeSelector"] == A | NOWHERE
+
+
+def test_each_host_path_is_mounted_at_the_same_place():
+    pod = pod_spec(sked.build_daemonset(given(hostPaths=PATHS)))
+    volumes = {volume["name"]: volume["hostPath"] for volume in pod["volumes"]}
+    mounts = pod["containers"][0]["volumeMounts"]
+    assert [mount["mountPath"] for mount in mounts] == PATHS
+    assert [volumes[mount["name"]] for mount in mounts] == [{"path": path} for path in PATHS]
+
+
+def test_a_probe_image_adds_an_unprivileged_container_that_must_attach_within_30_seconds():
     built = sked.build_daemonset(given(probeImage="busybox:stable"))
     scx, probe = pod_spec(built)["containers"]
     assert (probe["name"], probe["image"]) == ("probe", "busybox:stable")
     assert probe["terminationMessagePolicy"] == "File"
-    look = ["grep", "-qx", "enabled", "/sys/kernel/sched_ext/state"]
-    times = {"periodSeconds": 2, "timeoutSeconds": 5, "successThreshold": 1, "failureThreshold": 15}
-    assert probe["startupProbe"] == {"exec": {"command": look}, **times}
-    unprivileged = {
-        "runAsNonRoot": True,
-        "runAsUser": 65534,
-        "readOnlyRootFilesystem": True,
-        "allowPrivilegeEscalation": False,
-        "capabilities": {"drop": ["ALL"]},
-    }
-    assert probe["securityContext"] == unprivileged
+    startup = probe["startupProbe"]
+    assert startup["periodSeconds"] * startup["failureThreshold"] == 30
+    unprivileged = """
+        {runAsNonRoot: true, runAsUser: 65534, readOnlyRootFilesystem: true,
+         allowPrivilegeEscalation: false, capabilities: {drop: [ALL]}}
+        """
+    assert probe["securityContext"] == yaml.safe_load(unprivileged)
     pod_spec(built)["containers"] = [scx]
     assert built == PLAIN
 
 
-class Probe(contextlib.AbstractContextManager):
-    """Runs the probe's script in a real shell, on a file in place of the kernel's.
+@pytest.fixture(params=[sh for sh in ("sh", "busybox sh") if shutil.which(sh.split()[0])])
+def probe(request: Any, tmp_path: Path) -> Iterator[subprocess.Popen]:
+    """The probe's script in a real shell, with the files state and said in place of the kernel's.
 
-    Each of its sleeps adds a byte to the file sleeps and ends when there is a file go.
+    In place of each sleep it writes a line, and reads one.
     """
-
-    def __init__(self, folder: Path, shell: str) -> None:
-        self.state = folder / "state"
-        self.said = folder / "said"
-        self.sleeps = folder / "sleeps"
-        self.go = folder / "go"
-        self.said.touch()
-        self.sleeps.touch()
-        sleep = f"echo >>{self.sleeps}; while ! rm {self.go} 2>/dev/null; do sleep 0.02; done"
-        script = sked.PROBE_CONTAINER["command"][2]
-        script = script.replace("/sys/kernel/sched_ext/state", str(self.state))
-        script = script.replace("/dev/termination-log", str(self.said))
-        script = re.sub(r"sleep \d", sleep, script)
-        self.process = subprocess.Popen([*shell.split(), "-c", script])
-        eventually(self.slept)
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.go.touch()  # for a sleep that outlives the script
-
-    def slept(self) -> int:
-        """How many sleeps have begun."""
-        return self.sleeps.stat().st_size
-
-    def step(self) -> None:
-        """Ends a sleep; waits until the next one has begun, or the script has ended."""
-        before = self.slept()
-        self.go.touch()
-        eventually(lambda: self.slept() > before or self.process.poll() is not None)
-
-    def ends(self) -> tuple[int, str]:
-        """Waits for the end; returns exit code and termination message."""
-        return self.process.wait(60), self.said.read_text()
+    script = sked.PROBE_CONTAINER["command"][2]
+    script = script.replace("/sys/kernel/sched_ext/state", f"{tmp_path}/state")
+    script = script.replace("/dev/termination-log", f"{tmp_path}/said")
+    script = re.sub(r"sleep \d", "echo; head -n 1 <&3 >/dev/null", script)
+    (tmp_path / "said").touch()
+    command = [*request.param.split(), "-c", f"exec 3<&0; {script}"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        process.stdout.readline()
+        yield process
+        process.kill()
 
 
-SHELLS = [shell for shell in ("sh", "busybox sh") if shutil.which(shell.split()[0])]
-NOTHING = "no scheduler is attached: {} is '{}'\n"
+def goes_on(probe: subprocess.Popen) -> bool:
+    """Whether another sleep of the probe follows this one."""
+    probe.stdin.write("\n")
+    probe.stdin.flush()
+    return bool(probe.stdout.readline())
 
 
-@pytest.mark.parametrize("shell", SHELLS)
 @pytest.mark.parametrize("state, code", [("enabled", 0), ("disabled", 1), (None, 1)])
-def test_sigterm_ends_the_probe_without_waiting_for_its_sleep(tmp_path, shell, state, code):
+def test_sigterm_ends_the_probe_without_waiting_for_its_sleep(tmp_path, probe, state, code):
     if state:
         (tmp_path / "state").write_text(f"{state}\n")
-    with Probe(tmp_path, shell) as probe:
-        probe.process.terminate()
-        words = NOTHING.format(probe.state, state or "not there") if code else ""
-        assert probe.ends() == (code, words)
+        assert goes_on(probe)
+    probe.terminate()
+    assert probe.wait(60) == code
+    words = f"no scheduler is attached: {tmp_path}/state is '{state or 'not there'}'\n"
+    assert (tmp_path / "said").read_text() == (words if code else "")
 
 
-@pytest.mark.parametrize("shell", SHELLS)
-def test_the_probe_waits_for_a_scheduler_and_fails_when_it_misses_it_four_times(tmp_path, shell):
-    with Probe(tmp_path, shell) as probe:
-        for _ in range(9):  # no state file yet
-            probe.step()
-        for state, steps in (("enabled", 9), ("disabled", 3), ("enabled", 1), ("disabled", 3)):
-            probe.state.write_text(f"{state}\n")
-            for _ in range(steps):
-                probe.step()
-        assert probe.process.poll() is None
-        probe.step()
-        assert probe.ends() == (1, NOTHING.format(probe.state, "disabled"))
+def test_the_probe_waits_for_a_scheduler_and_fails_when_it_misses_it_four_times(tmp_path, probe):
+    assert all(goes_on(probe) for _ in range(9))  # no state file yet
+    for state, times in (("enabled", 9), ("disabled", 3), ("enabled", 1)):
+        (tmp_path / "state").write_text(f"{state}\n")
+        assert all(goes_on(probe) for _ in range(times))
+    (tmp_path / "state").unlink()
+    assert [goes_on(probe) for _ in range(4)] == [True, True, True, False]
+    assert probe.wait(60) == 1
+    assert (tmp_path / "said").read_text().endswith("is 'not there'\n")
 
 
 def test_a_manifest_that_was_never_applied_has_no_owner_and_no_namespace():
@@ -3191,11 +3164,13 @@ def test_a_manifest_that_was_never_applied_has_no_owner_and_no_namespace():
 # ---------------------------------------------------------------- who runs on a node
 
 
-def for_nodes(labels: str, name: str = "other", created: str = "", **more: Any) -> dict:
+def for_nodes(
+    labels: str, name: str = "other", created: str = "", namespace: str = "tools", **more: Any
+) -> dict:
     """A SchedExt for the nodes with these labels, in kubectl's form: a=1,b=2."""
     selector = dict(pair.split("=") for pair in labels.split(",") if pair)
     obj = given(nodeSelector=selector, **more)
-    meta = obj["metadata"] | {"name": name}
+    meta = obj["metadata"] | {"name": name, "namespace": namespace}
     if created:
         meta["creationTimestamp"] = f"2026-01-01T00:00:0{created}Z"
     return obj | {"metadata": meta}
@@ -3207,7 +3182,6 @@ def terms(built: dict) -> list[str]:
         " ".join(
             f"{expression['key']}!={'|'.join(expression['values'])}"
             for expression in term["matchExpressions"]
-            if expression["operator"] == "NotIn"
         )
         for term in dig(pod_spec(built), TERMS) or []
     ]
@@ -3216,12 +3190,9 @@ def terms(built: dict) -> list[str]:
 @pytest.mark.parametrize(
     "mine, others, expected",
     table("""
-    no others: ["", [], []]
     less specific: [a=1, [""], []]
     disjoint: [a=1, ["a=2,b=1"], []]
-    one pool: ["", [pool=latency], [pool!=latency]]
     values of one key share a list: ["", [pool=b, pool=a, pool=a], [pool!=a|b]]
-    two keys: ["", [a=1, b=2], [a!=1 b!=2]]
     each extra pair makes a term: ["", ["e=5,d=4,c=3,b=2,a=1"], [a!=1, b!=2, c!=3, d!=4, e!=5]]
     shared pairs are left out: [a=1, ["a=1,b=2"], [b!=2]]
     a pool within a pool adds nothing: ["", ["a=1,b=2", a=1], [a!=1]]
@@ -3240,33 +3211,22 @@ def test_a_schedext_yields_to_longer_selectors_that_select_some_of_its_nodes(
     "mine, other, expected",
     """
     the other is older: {mine: {created: "2"}, other: {created: "1"}}
-    the other is younger: {mine: {created: "1"}, other: {created: "2"}, expected: false}
-    as old, the other comes first by name: {mine: {name: b}, other: {name: a}}
-    as old, the other comes last by name: {mine: {name: a}, other: {name: b}, expected: false}
+    as old, the other comes first by name: {other: {name: a}}
     the other was never applied: {mine: {created: "1"}, other: {name: a}, expected: false}
     the other is suspended: {mine: {created: "2"}, other: {created: "1", suspend: true}}
-    itself: {mine: {name: x}, other: {name: x}, expected: false}
+    itself as it was applied before: {other: {name: x, created: "1"}, expected: false}
+    as old, the other is in a namespace that comes first: {other: {name: z, namespace: a}}
     """,
+    mine={},
     expected=True,
 )
 def test_of_two_selectors_of_the_same_length_the_older_schedext_wins(mine, other, expected):
-    mine = {"name": "x"} | mine
-    overlapping = for_nodes("a=1", **mine), for_nodes("b=1", **other)
-    built = sked.build_daemonset(overlapping[0], overlapping[1:])
+    mine = for_nodes("a=1", "x", **mine)
+    built = sked.build_daemonset(mine, [for_nodes("b=1", **other)])
     assert terms(built) == (["b!=1"] if expected else [])
-    twins = for_nodes("a=1", **mine), for_nodes("a=1", **other)
-    built = sked.build_daemonset(twins[0], twins[1:])
-    assert (NOWHERE.items() <= pod_spec(built)["nodeSelector"].items()) is expected
+    built = sked.build_daemonset(mine, [for_nodes("a=1", **other)])
+    assert pod_spec(built)["nodeSelector"] == {"a": "1"} | (NOWHERE if expected else {})
     assert terms(built) == []
-
-
-def test_the_namespace_decides_between_two_of_the_same_age_before_the_name():
-    first, second = for_nodes("a=1", "z"), for_nodes("a=1", "a")
-    first["metadata"]["namespace"], second["metadata"]["namespace"] = "a", "b"
-    assert (
-        NOWHERE.items() <= pod_spec(sked.build_daemonset(second, [first]))["nodeSelector"].items()
-    )
-    assert pod_spec(sked.build_daemonset(first, [second]))["nodeSelector"] == {"a": "1"}
 
 
 def test_each_node_runs_exactly_one_of_the_schedexts_that_select_it():
@@ -3287,24 +3247,29 @@ def test_each_node_runs_exactly_one_of_the_schedexts_that_select_it():
         assert placed == [winner]
 
 
-def test_any_number_of_pools_with_the_same_two_labels_needs_two_terms():
-    winners = [for_nodes(f"pool={n // 12},zone={n % 12}") for n in range(144)]
-    assert len(terms(sked.build_daemonset(for_nodes("", "x"), winners))) == 2
+def pairs(prefix: str, total: int) -> str:
+    return ",".join(f"{prefix}{n}=1" for n in range(total))
 
 
-@pytest.mark.parametrize("lengths, allowed", [((10, 10), True), ((101,), False), ((11, 10), False)])
-def test_more_than_a_hundred_terms_are_refused(lengths, allowed):
-    winners = [
-        for_nodes(",".join(f"w{n}-{pair}=1" for pair in range(length)))
-        for n, length in enumerate(lengths)
-    ]
-    with contextlib.nullcontext() if allowed else pytest.raises(sked.InvalidSpec, match="too many"):
-        assert len(terms(sked.build_daemonset(for_nodes("", "x"), winners))) == 100
+@pytest.mark.parametrize(
+    "winners, needed",
+    [
+        pytest.param([f"a={n // 12},b={n % 12}" for n in range(144)], 2, id="the same two labels"),
+        pytest.param([pairs("a", 11), pairs("b", 11), "a0=1,b0=1"], 21, id="the shortest first"),
+        pytest.param([pairs("a", 10), pairs("b", 10)], 100, id="a hundred terms"),
+        pytest.param([pairs("a", 11), pairs("b", 10)], None, id="more are refused"),
+    ],
+)
+def test_yielding_takes_at_most_a_hundred_terms(winners, needed):
+    refused = pytest.raises(sked.InvalidSpec, match="too many")
+    with contextlib.nullcontext() if needed else refused:
+        built = sked.build_daemonset(for_nodes("", "x"), map(for_nodes, winners))
+        assert len(terms(built)) == needed
 
 
 # ---------------------------------------------------------------- pods
 
-# A plain SchedExt's DaemonSet as Kubernetes 1.36 stores it.
+# A plain SchedExt's DaemonSet, as the API server stores it.
 STORED = merge(
     PLAIN,
     yaml.safe_load("""
@@ -3314,24 +3279,6 @@ metadata:
   generation: 1
   creationTimestamp: "2026-01-01T00:00:00Z"
   annotations: {deprecated.daemonset.template.generation: "1"}
-spec:
-  revisionHistoryLimit: 10
-  template:
-    spec:
-      containers:
-      - name: scx
-        image: ghcr.io/schedkit/scx_rusty:latest
-        imagePullPolicy: Always
-        resources: {}
-        securityContext: {privileged: true}
-        terminationMessagePath: /dev/termination-log
-        terminationMessagePolicy: File
-      dnsPolicy: ClusterFirst
-      restartPolicy: Always
-      schedulerName: default-scheduler
-      securityContext: {}
-      terminationGracePeriodSeconds: 30
-  updateStrategy: {type: RollingUpdate, rollingUpdate: {maxSurge: 0, maxUnavailable: 1}}
 status:
   currentNumberScheduled: 2
   desiredNumberScheduled: 2
@@ -3341,6 +3288,7 @@ status:
   updatedNumberScheduled: 2
 """),
 )
+default_daemonset(STORED)
 
 
 def stored(**spec: Any) -> dict:
@@ -3366,7 +3314,7 @@ KUBELET_POD = yaml.safe_load("""
 metadata:
   name: p
   namespace: tools
-  labels: {controller-revision-hash: r1}
+  labels: {controller-revision-hash: r1, pod-template-generation: "3"}
   ownerReferences: [{kind: DaemonSet, name: scx-rusty, uid: d-1, controller: true}]
 spec:
   nodeName: n1
@@ -3411,11 +3359,6 @@ def up(seconds: int, ready: bool = True) -> dict:
     starting: {container: {state: {waiting: {reason: ContainerCreating}}}, reason: ""}
     initializing: {container: {state: {waiting: {reason: PodInitializing}}}, reason: ""}
     no state yet: {reason: ""}
-    up: {container: {state: {running: {}}, lastState: {}}, reason: ""}
-    ErrImagePull:
-      container: {state: {waiting: {reason: ErrImagePull, message: not found}}}
-      reason: ErrImagePull
-      words: not found
     image gone after a crash:
       container:
         state: {waiting: {reason: ImagePullBackOff, message: gone}}
@@ -3423,9 +3366,6 @@ def up(seconds: int, ready: bool = True) -> dict:
         restartCount: 3
       reason: ImagePullBackOff
       words: gone
-    first crash:
-      container: {state: {terminated: {exitCode: 1, reason: Error}}}
-      words: exit code 1; see 'kubectl logs -n tools p -c scx'
     second crash:
       container:
         state: {terminated: {exitCode: 2, reason: Error}}
@@ -3438,19 +3378,10 @@ def up(seconds: int, ready: bool = True) -> dict:
         lastState: {terminated: {exitCode: 2, reason: Error}}
         restartCount: 7
       words: exit code 2, 7 restarts; see 'kubectl logs -n tools p -c scx --previous'
-    up again:
-      container:
-        state: {running: {}}
-        lastState: {terminated: {exitCode: 2, reason: Error}}
-        restartCount: 7
-      words: exit code 2, 7 restarts; see 'kubectl logs -n tools p -c scx --previous'
     up again, exit code lost:
       container: {state: {running: {}}, restartCount: 3}
       words: exit code unknown, 3 restarts; see 'kubectl logs -n tools p -c scx --previous'
-    backing off, everything else lost:
-      container: {state: {waiting: {reason: CrashLoopBackOff}}}
-      words: exit code unknown; see 'kubectl logs -n tools p -c scx'
-    out of memory:
+    first crash, out of memory:
       container: {state: {terminated: {exitCode: 137, reason: OOMKilled}}}
       words: exit code 137 (OOMKilled); see 'kubectl logs -n tools p -c scx'
     termination message:
@@ -3481,7 +3412,7 @@ def up(seconds: int, ready: bool = True) -> dict:
 )
 def test_a_pods_problem_is_summarized(container, status, reason, words):
     pod = sked.read_pod(kubelet_pod(container, **status), None, 1000.0)
-    assert (pod.key, pod.node) == (("tools", "scx-rusty"), "n1")
+    assert (pod.key, pod.node, pod.template_generation) == (("tools", "scx-rusty"), "n1", "3")
     assert (pod.reason, pod.message) == (reason, words)
 
 
@@ -3495,24 +3426,15 @@ def test_a_long_termination_message_keeps_its_end():
 @cases(
     "scx, probe, reason, words",
     """
-    both are starting:
-      scx: {ready: true, state: {running: {startedAt: 5}}}
-      probe: {ready: false, state: {running: {startedAt: 5}}}
-      reason: ""
-      words: ""
-    nothing is attached:
-      scx: &up {ready: true, state: {running: {startedAt: 60}}}
+    nothing is attached yet: {probe: {state: {running: {startedAt: 5}}}, reason: "", words: ""}
+    nothing is attached an hour after a crash:
+      scx: {ready: true, restartCount: 1, state: {running: {startedAt: 3600}}}
       probe: &nothing
-        ready: false
         restartCount: 1
         state: {terminated: {exitCode: 1, finishedAt: 1, message: "it is 'disabled'\n"}}
       words: "it is 'disabled'; its log may say why: 'kubectl logs -n tools p -c scx'"
-    nothing is attached an hour after a crash:
-      scx: {ready: true, restartCount: 1, state: {running: {startedAt: 3600}}}
-      probe: *nothing
-      words: "it is 'disabled'; its log may say why: 'kubectl logs -n tools p -c scx'"
     the scheduler crashes:
-      scx: {ready: false, restartCount: 1, state: &crash {terminated: {exitCode: 1, finishedAt: 2}}}
+      scx: {restartCount: 1, state: &crash {terminated: {exitCode: 1, finishedAt: 2}}}
       probe: *nothing
       reason: CrashLoopBackOff
       words: exit code 1, 1 restart; see 'kubectl logs -n tools p -c scx --previous'
@@ -3526,40 +3448,22 @@ def test_a_long_termination_message_keeps_its_end():
       reason: ErrImagePull
       words: "the probe does not run (its image needs sh and grep): not found"
     the kubelet lost both containers and their times:
-      scx:
-        ready: true
-        restartCount: 1
-        state: {running: {startedAt: "2026-01-01T00:00:00Z"}}
-      probe:
-        restartCount: 1
-        lastState: {terminated: {exitCode: 137, finishedAt: null}}
+      scx: {restartCount: 1, state: {running: {startedAt: "2026-01-01T00:00:00Z"}}}
+      probe: {restartCount: 1, lastState: {terminated: {exitCode: 137, finishedAt: null}}}
       reason: CrashLoopBackOff
       words: exit code unknown, 1 restart; see 'kubectl logs -n tools p -c scx --previous'
-    the probe ended and the kubelet lost how:
-      probe: {ready: false, restartCount: 1, state: {running: {startedAt: 2}}}
-      words: "no scheduler is attached; its log may say why: 'kubectl logs -n tools p -c scx'"
-    the probe was killed:
-      probe: {restartCount: 1, state: {terminated: {exitCode: 137, reason: Error, finishedAt: 1}}}
-      words: "no scheduler is attached; its log may say why: 'kubectl logs -n tools p -c scx'"
     the probe backs off and the kubelet lost how it ended:
       probe: {restartCount: 3, state: {waiting: {reason: CrashLoopBackOff}}}
       words: "no scheduler is attached; its log may say why: 'kubectl logs -n tools p -c scx'"
-    the probe's image has no grep:
-      probe: {restartCount: 1, state: {terminated: {exitCode: 127, reason: Error, finishedAt: 1}}}
-      reason: CrashLoopBackOff
-      words: "the probe does not run (its image needs sh and grep): exit code 127, 1 restart;
-         see 'kubectl describe pod -n tools p'"
     grep in the probe's image may not be run:
-      probe: {restartCount: 1, state: {terminated: {exitCode: 126, reason: Error, finishedAt: 1}}}
+      probe: {restartCount: 1, state: {terminated: {exitCode: 126, reason: Error}}}
       reason: CrashLoopBackOff
       words: "the probe does not run (its image needs sh and grep): exit code 126, 1 restart;
          see 'kubectl describe pod -n tools p'"
     the probe's image has no shell:
       probe:
-        ready: false
         restartCount: 1
-        state:
-          terminated: {exitCode: 128, reason: StartError, finishedAt: 1, message: no sh in it}
+        state: {terminated: {exitCode: 128, reason: StartError, message: no sh in it}}
       reason: CrashLoopBackOff
       words: "the probe does not run (its image needs sh and grep): exit code 128 (StartError),
          1 restart: no sh in it; see 'kubectl describe pod -n tools p'"
@@ -3575,15 +3479,9 @@ def test_the_probe_reports_not_attached_unless_the_scheduler_itself_failed(
 
 
 def test_an_unbound_pods_node_is_read_from_its_affinity():
-    spec = """
-        containers: [{name: scx}]
-        affinity:
-          nodeAffinity:
-            requiredDuringSchedulingIgnoredDuringExecution:
-              nodeSelectorTerms:
-              - matchFields: [{key: metadata.name, operator: In, values: [n7]}]
-        """
-    pod = kubelet_pod({}) | {"spec": yaml.safe_load(spec)}
+    term = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": ["n7"]}]}
+    rules = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}
+    pod = kubelet_pod({}) | {"spec": {"affinity": {"nodeAffinity": rules}}, "status": {}}
     assert sked.read_pod(pod, None, 1000.0).node == "n7"
 
 
@@ -3618,6 +3516,13 @@ def test_a_pod_has_been_up_since_it_started_or_since_sked_saw_it_start(
 def test_a_pod_with_a_probe_is_up_when_both_containers_are():
     pod = sked.read_pod(kubelet_pod(up(900), up(60)), None, 1000.0)
     assert pod.up_since == pytest.approx(940, abs=30)
+
+
+def test_a_change_of_a_pod_wakes_its_schedext_after_a_moment(mocker):
+    operator = mocker.Mock()
+    [pod] = pods_of(["settled"])
+    sked.Pods(operator, "").changed(pod, None)
+    operator.queue.add.assert_called_once_with(pod.key, sked.GATHER_SECONDS)
 
 
 # ---------------------------------------------------------------- the stamp and the plan
@@ -4115,16 +4020,7 @@ def status_of(seen: sked.Observed, steady: float = 0.0, blocked: Any = None) -> 
 @cases(
     "pods, spec, changes, winners, steady, reason, words",
     """
-    the controller has not seen the last change:
-      changes: {metadata: {generation: 2}}
-      words: waiting for the DaemonSet controller
-    suspended:
-      spec: {suspend: true}
-      changes: {status: {desiredNumberScheduled: 0}}
-      reason: Suspended
-      words: to resume
     suspended a moment ago:
-      pods: [settled, settled]
       spec: {suspend: true}
       changes: {metadata: {generation: 2}}
       words: waiting for the DaemonSet controller
@@ -4139,19 +4035,15 @@ def status_of(seen: sked.Observed, steady: float = 0.0, blocked: Any = None) -> 
     no nodes match the nodeSelector:
       spec: {nodeSelector: {pool: latency, a: ""}}
       changes: {status: {desiredNumberScheduled: 0}}
+      winners: [{labels: "pool=latency,a=,b=1"}, {labels: "b=1,c=1,d=1", name: a}]
       reason: NoNodes
       words: "no node to run on: check that 'kubectl get nodes --selector=a=,pool=latency' lists
-         nodes, and their taints"
-    all ready: {pods: [settled, settled], reason: AllReady, words: running on 2 of 2 nodes}
+         nodes, and their taints; if it does, these SchedExts may come first there: tools/a,
+         tools/other"
     one has just started and the DaemonSet does not know yet:
       pods: [young]
       changes: {status: {numberReady: 0}}
       words: ready on 0 of 2 nodes, updated on 2; waiting for the pods to stay up for 10 s
-    one has just started:
-      pods: [settled, young]
-      words: ready on 1 of 2 nodes, updated on 2; waiting for the pods to stay up for 10 s
-    one starting: {pods: [settled, starting], words: "ready on 1 of 2 nodes, updated on 2"}
-    one missing: {pods: [settled], words: "ready on 1 of 2 nodes, updated on 2"}
     the DaemonSet says one is old:
       pods: [settled, settled]
       changes: {status: {updatedNumberScheduled: 1}}
@@ -4160,10 +4052,6 @@ def status_of(seen: sked.Observed, steady: float = 0.0, blocked: Any = None) -> 
       pods: [settled, settled]
       changes: {status: {numberReady: 1}}
       words: ready on 1 of 2 nodes, updated on 2
-    a pod on a tainted node does not hide one that never started:
-      pods: [settled, settled, starting]
-      changes: {status: {numberReady: 1, numberMisscheduled: 1}}
-      words: ready on 1 of 2 nodes, updated on 2
     a pod on a tainted node does not hide one that has just started:
       pods: [settled, settled, young]
       changes: {status: {numberMisscheduled: 1}}
@@ -4171,14 +4059,12 @@ def status_of(seen: sked.Observed, steady: float = 0.0, blocked: Any = None) -> 
     the pods say one is old: {pods: [settled, older], words: for the last old pods to go}
     the user's strategy is OnDelete and a new node has no pod yet:
       pods: [settled]
-      spec: {updateStrategy: {type: OnDelete}}
       changes:
         spec: {updateStrategy: {type: OnDelete}}
-        status: {currentNumberScheduled: 1, updatedNumberScheduled: 1, numberReady: 1}
+        status: {currentNumberScheduled: 1, updatedNumberScheduled: 1}
       words: ready on 1 of 2 nodes, updated on 1
     the user's strategy is OnDelete:
       pods: [settled, older]
-      spec: {updateStrategy: {type: OnDelete}}
       changes: {spec: {updateStrategy: {type: OnDelete}}, status: {updatedNumberScheduled: 1}}
       words: "run 'kubectl delete pod -n tools -l name=scx-rusty,managed-by=sked-controller'"
     parked:
@@ -4197,10 +4083,6 @@ def status_of(seen: sked.Observed, steady: float = 0.0, blocked: Any = None) -> 
         metadata: *parked
         status: {updatedNumberScheduled: 1}
       words: ready on 1 of 2 nodes, updated on 2; waiting for the pods to stay up for 10 s
-    one crashes:
-      pods: [settled, crashing]
-      reason: NodesFailing
-      words: "failing on 1 of 2 nodes; n2: CrashLoopBackOff: exit code 1"
     a new node has had no pod for a moment:
       pods: [settled]
       changes: {status: {currentNumberScheduled: 1, numberReady: 1}}
@@ -4223,11 +4105,6 @@ def status_of(seen: sked.Observed, steady: float = 0.0, blocked: Any = None) -> 
       pods: [settled, settled]
       changes: {spec: {minReadySeconds: 35}}
       words: ready on 0 of 2 nodes, updated on 2; waiting for the pods to stay up for 35 s
-    another one selects the same nodes and is older:
-      winners: [{labels: ""}]
-      reason: Conflict
-      words: "SchedExt tools/other selects the same nodes and is older: delete one of the two, or
-         give this one another nodeSelector"
     an older one for the same nodes is suspended:
       winners: [{labels: "", suspend: true}]
       reason: Conflict
@@ -4244,7 +4121,7 @@ def status_of(seen: sked.Observed, steady: float = 0.0, blocked: Any = None) -> 
       winners: [{labels: ""}]
       reason: Suspended
       words: to resume
-    one crashed but has settled:
+    all have settled, and one had crashed:
       pods: [settled, recovered]
       reason: AllReady
       words: running on 2 of 2 nodes
@@ -4267,19 +4144,9 @@ def test_the_ready_condition_gives_a_reason_and_a_message(
     assert ready["message"].endswith(words)
 
 
-@pytest.mark.parametrize(
-    "count, named",
-    [
-        (5, "tools/c0, tools/c1, tools/c2, tools/c3, tools/c4"),
-        (7, "tools/c0, tools/c1, tools/c2, tools/c3, tools/c4 and 2 more"),
-    ],
-)
-def test_without_nodes_the_status_names_the_schedexts_that_come_first(count, named):
-    winners = [for_nodes("pool=a,zone=b", f"c{n}") for n in reversed(range(count))]
-    seen = observed([], {"nodeSelector": A}, {"status": {"desiredNumberScheduled": 0}}, winners)
-    message = dig({"status": status_of(seen)}, READY)["message"]
-    words = "their taints; if it does, these SchedExts may come first there"
-    assert message.endswith(f"{words}: {named}")
+@pytest.mark.parametrize("names, words", [("abcde", ""), ("abcdefg", " and 2 more")])
+def test_a_message_lists_at_most_five_names(names, words):
+    assert sked.listed(list(names)) == f"a, b, c, d, e{words}"
 
 
 def test_the_status_counts_nodes_lists_failures_and_keeps_foreign_conditions():
@@ -4313,18 +4180,12 @@ def test_ten_failures_are_listed_by_node_and_all_are_counted():
     [("NameTaken", True), ("Conflict", True), ("Rejected", True), ("RollingOut", False)],
 )
 def test_what_waiting_does_not_fix_is_stalled_until_it_is_over(reason, is_stalled):
-    blocked = sked.Blocked(reason, "why")
-    status = status_of(observed([]), blocked=blocked)
-    fields = {
-        "status": "True",
-        "reason": reason,
-        "message": "why",
-        "observedGeneration": 1,
-        "lastTransitionTime": NOW,
-    }
-    ready = fields | {"type": "Ready", "status": "False"}
-    assert status["conditions"] == [ready, *([fields | {"type": "Stalled"}] * is_stalled)]
-    later = status_of(observed(["settled", "settled"], conditions=status["conditions"]))
+    seen = observed(["crashing"])
+    conditions = status_of(seen, blocked=sked.Blocked(reason, "why"))["conditions"]
+    said = [(c["type"], c["status"], c["reason"], c["message"]) for c in conditions]
+    stalled = ("Stalled", "True", reason, "why")
+    assert said == [("Ready", "False", reason, "why"), stalled][: 1 + is_stalled]
+    later = status_of(observed(["settled", "settled"], conditions=conditions))
     assert [(c["type"], c["reason"]) for c in later["conditions"]] == [("Ready", "AllReady")]
 
 
@@ -4346,7 +4207,6 @@ def test_a_daemonset_of_another_owner_counts_for_nothing():
     "pods, changes, steady, blocked, seconds",
     """
     nothing is under way: {pods: [settled, settled]}
-    the next pod settles: {pods: [settled, young], seconds: 1}
     an earlier crash of an unready pod is forgotten: {pods: [settled, unready], seconds: 1}
     a node has no pod:
       pods: [settled]
@@ -4383,31 +4243,12 @@ def test_a_crash_loop_is_one_steady_failure_until_it_is_fixed(world, kubelets):
     world.start()
     world.add(sched="ghcr.io/x/y:crash", terminationMessagePolicy="FallbackToLogsOnError")
     eventually(lambda: str(world.failures()), contains("2 restarts"))
-    [failure] = world.failures()
-    assert (failure["node"], failure["reason"]) == ("n", "CrashLoopBackOff")
-    assert "Failed to load BPF program" in failure["message"]
-    assert f"kubectl logs -n default {failure['pod']} -c scx --previous" in failure["message"]
     assert world.reasons() in (["NodesFailing"], ["RollingOut", "NodesFailing"])
     times = {dig(obj, READY)["lastTransitionTime"] for obj in world.history()}
     world.edit(sched=RUSTY)
     ready = world.expect("AllReady")
     assert len(times) == 1 and ready["lastTransitionTime"] not in times
     assert not world.failures()
-
-
-def test_with_a_probe_only_an_image_that_attaches_a_scheduler_becomes_ready(world, kubelets):
-    kubelets.crash_seconds = (0.3, 0.15, 0.15)
-    kubelets.add_node("n")
-    world.deploy("NodesFailing", sched="ghcr.io/x/y:idle", probeImage="busybox:stable")
-    failure = world.failures()[0]
-    assert failure["reason"] == "NotAttached"
-    assert failure["message"].startswith(FINAL_MESSAGES["idle"])
-    restarts = ".status.containerStatuses[1].restartCount"
-    eventually(lambda: dig(kubelets.pods("x")["n"], restarts), at_least(2))
-    assert world.reasons() in (["NodesFailing"], ["RollingOut", "NodesFailing"])
-    assert {obj["status"]["nodes"]["ready"] for obj in world.history()} == {0}
-    world.edit(sched=LAVD)
-    world.expect("AllReady")
 
 
 def test_how_long_the_counts_have_been_the_same_starts_afresh_with_every_change(mocker):
@@ -4461,22 +4302,6 @@ def test_each_problem_and_a_recovery_make_one_event_and_requested_changes_make_n
     assert events_of(server) == [("Normal", "x", "AllReady"), *expected]
 
 
-def test_a_bad_image_stops_at_the_first_node_by_the_crds_default(world, server, kubelets):
-    server.set_default("minReadySeconds", 2)  # a real cluster has more
-    kubelets.crash_seconds = (0.2, 0.2, 0.2)
-    for node in "abc":
-        kubelets.add_node(node)
-    world.start()
-    server.create(schedext("x"))
-    world.expect("AllReady")
-    world.edit(sched="ghcr.io/x/y:crash")
-    world.expect("NodesFailing")
-    eventually(lambda: str(world.failures()), contains("3 restarts"))
-    assert running(kubelets) == {"a": "ghcr.io/x/y:crash", "b": RUSTY, "c": RUSTY}
-    world.edit(sched=RUSTY)
-    world.expect("AllReady")
-
-
 def test_hanging_events_delay_nothing_else(world, server):
     hang = server.fault("POST", "/events", None, "hang")
     world.deploy()
@@ -4484,19 +4309,6 @@ def test_hanging_events_delay_nothing_else(world, server):
     eventually(lambda: hang.hits)
     world.edit(sched=LAVD)
     eventually(world.image, LAVD, 20)  # less than REQUEST_SECONDS
-
-
-def test_a_foreign_condition_survives_a_concurrent_status_write(world, server, kubelets):
-    ready = world.deploy("NoNodes")
-    silence = cut_off(server, "schedexts")
-    theirs = ready | {"type": "Approved"}
-    server.patch("schedexts", "default", "x", {"status": {"conditions": [theirs, ready]}}, "status")
-    kubelets.add_node("n")
-    eventually(lambda: [request.status for request in server.writes()], contains(409))
-    silence.clear()
-    world.expect("AllReady")
-    conditions = world.get()["status"]["conditions"]
-    assert theirs in conditions and len(conditions) == 2
 
 
 # ---------------------------------------------------------------- node pools
@@ -4801,7 +4613,8 @@ def test_one_of_three_replicas_leads_and_hands_over_on_sigterm(server, replica):
     server.create(schedext("two"))
     eventually(lambda: images(server), contains("two"))
     assert (before["leaseTransitions"], lease(server)["leaseTransitions"]) == (0, 1)
-    assert [one.stop() for one in replicas if one is not first] == [0, 0]
+    second, third = [one for one in replicas if one is not first]
+    assert (second.stop(), third.stop(signal.SIGINT)) == (0, 0)
     assert lease(server)["holderIdentity"] == ""
     assert [r.status for r in server.writes() if r.what == "daemonsets"] == [201, 201]
 
@@ -4833,22 +4646,17 @@ def test_a_leader_survives_one_failed_renewal_and_exits_after_many(server, repli
     actions = ("lose", "hang", "error")
     leaders = [replica(action) for action in actions]
     eventually(lambda: leading(leaders), leaders)
-    # after a failed renewal, a leader reads the lease, which may fail, too
-    for method in ("PUT", "GET"):
-        faults = [server.fault(method, f"/{action}/leases", 1, action) for action in actions]
-        if method == "GET":
-            for action in actions:
-                server.fault("PUT", f"/{action}/leases", 1, action)
-        eventually(lambda faults=faults: all(fault.hits for fault in faults))
-        old = [lease(server, action)["renewTime"] for action in actions]
-        eventually(lambda old=old: all(lease(server, a)["renewTime"] not in old for a in actions))
+    for action in actions:  # after a failed renewal, a leader reads the lease, which may fail, too
+        faults = [server.fault(method, f"/{action}/leases", 1, action) for method in ("PUT", "GET")]
+        eventually(lambda faults=faults: [fault.hits for fault in faults], [1, 1])
+        old = lease(server, action)["renewTime"]
+        eventually(lambda a=action, old=old: lease(server, a)["renewTime"] > old)
     assert leading(leaders) == leaders
     renewals = [lease(server, action)["renewTime"] for action in actions]
     for action in actions:
         server.fault("PUT", f"/{action}/leases", None, action)
     assert [one.process.wait(60) for one in leaders] == [1, 1, 1]
-    waited = min(map(seconds_ago, renewals))
-    assert waited > HASTE["RENEW_DEADLINE_SECONDS"]
+    assert min(map(seconds_ago, renewals)) > HASTE["RENEW_DEADLINE_SECONDS"]
 
 
 def test_a_leader_whose_lease_is_taken_exits(server, replica):
@@ -4952,53 +4760,48 @@ def test_half_sent_requests_block_no_others(operate, mocker, tls):
         assert ask(port, "/", tls=tls)[0] == 404
 
 
-def test_metrics_count_nodes_requests_and_reconciles(server, kubelets, operate):
+def test_metrics_count_requests_and_reconciles(server, operate):
     _, port = operate()
-    for node in "ab":
-        kubelets.add_node(node)
     server.fault("POST", "/daemonsets")
     server.create(schedext("scx"))
-    nodes = 'sked_schedext_nodes{namespace="default",name="scx",state="%s"}'
-    eventually(lambda: metrics_at(port).get(nodes % "ready"), 2)
-    eventually(lambda: metrics_at(port)['workqueue_depth{name="schedext"}'], 0)
-    samples = metrics_at(port)
-    expected = {
+    passes = 'controller_runtime_reconcile_total{controller="schedext",result="%s"}'
+    eventually(lambda: metrics_at(port).get(passes % "success", 0), at_least(2))
+    refusals = 'rest_client_requests_total{code="500",method="POST"}'
+    expected = {passes % "error": 1, refusals: 1, MASTER: 1}
+    assert expected.items() <= metrics_at(port).items()
+
+
+def test_metrics_tell_every_reason_and_the_nodes_of_what_is_not_suspended(mocker):
+    mocker.patch.object(sked, "METRICS", sked.Metrics())
+    elector = mocker.Mock(**{"leads.return_value": False})
+    operator = sked.Operator(mocker.Mock(), elector=elector)
+    operator.queue.add(("tools", "on"))
+    status = status_of(observed(["settled", "crashing"]))
+    for name in ("on", "off"):
+        obj = for_nodes("", name, suspend=name == "off") | {"status": status}
+        operator.schedexts.objects[name] = obj
+    nodes = 'sked_schedext_nodes{namespace="tools",name="on",state="%s"}'
+    reason = 'sked_schedext_status{namespace="tools",name="%s",reason="NodesFailing"}'
+    assert metrics_in(sked.metrics(operator)[1]) == {
+        'workqueue_depth{name="schedext"}': 1,
+        MASTER: 0,
         nodes % "desired": 2,
+        nodes % "ready": 1,
         nodes % "updated": 2,
-        nodes % "failing": 0,
-        'controller_runtime_reconcile_total{controller="schedext",result="error"}': 1,
-        'rest_client_requests_total{code="500",method="POST"}': 1,
-        'rest_client_requests_total{code="201",method="POST"}': 1,
-        MASTER: 1,
+        nodes % "failing": 1,
+        reason % "on": 1,
+        reason % "off": 1,
         f'sked_build_info{{version="{sked.__version__}"}}': 1,
     }
-    assert expected.items() <= samples.items()
-    status = 'sked_schedext_status{namespace="default",name="scx",reason="%s"}'
-
-    def reasons():
-        samples = metrics_at(port).items()
-        return {name: value for name, value in samples if "schedext_status" in name}
-
-    eventually(reasons, {status % "AllReady": 1})
-    assert samples['controller_runtime_reconcile_total{controller="schedext",result="success"}'] > 1
-    server.patch("schedexts", "default", "scx", {"spec": {"suspend": True}})
-    eventually(lambda: any("nodes" in name for name in metrics_at(port)), nothing)
-    eventually(reasons, {status % "Suspended": 1})
 
 
-def test_a_replica_that_stands_by_says_so(mocker):
-    elector = mocker.Mock(**{"leads.return_value": False})
-    status, text = sked.metrics(sked.Operator(mocker.Mock(), elector=elector))
-    assert 'leader_election_master_status{name="b4c95cb3.schedkit.io"} 0.0' in text
-
-
-def test_a_histogram_has_all_its_buckets_in_order():
+def test_a_histogram_has_its_sum_its_count_and_all_its_buckets_in_order():
     metrics = sked.Metrics()
-    for seconds in (0.3, 0.001, 99.0):
+    for seconds in (0.25, 0.001, 99.0):
         metrics.reconciled("success", seconds)
     samples = metrics_in(metrics.text({}))
-    buckets = [count for name, count in samples.items() if "_bucket" in name]
-    assert buckets == [1, 1, 2, 2, 3]
+    numbers = [count for name, count in samples.items() if "_seconds" in name]
+    assert numbers == [99.251, 3, 1, 1, 2, 2, 3]
 
 
 def test_only_users_whom_the_api_server_allows_can_read_metrics(
@@ -5070,22 +4873,15 @@ def test_the_configuration_comes_from_flag_environment_pod_or_home_in_this_order
 @cases(
     "flags, problem",
     """
-    no default: {flags: --kubeconfig=, problem: "~/.kube/config: there is no such file"}
-    no file:
-      flags: --kubeconfig=~/none
-      problem: "cannot use the kubeconfig ~/none: there is no such file; choose another one with
-        --kubeconfig, $KUBECONFIG or --context"
-    a directory: {flags: --kubeconfig=/, problem: "Is a directory"}
+    no default:
+      flags: --kubeconfig=
+      problem: "cannot use the kubeconfig ~/.kube/config: there is no such file; choose another one
+        with --kubeconfig, $KUBECONFIG or --context"
     no such context: {flags: --context=x, problem: "~/env: ... name x in"}
     no current-context: {flags: --kubeconfig=~/silent, problem: "~/silent: ... current-context"}
-    no contexts: {flags: --kubeconfig=/dev/null, problem: "/dev/null: ... file is empty"}
     not a kubeconfig: {flags: --kubeconfig=~/text, problem: "cannot use the kubeconfig ~/text:"}
-    contexts of another kind: {flags: --kubeconfig=~/numbers, problem: "kubeconfig ~/numbers:"}
-    not YAML: {flags: --kubeconfig=~/broken, problem: "line 1, column 5"}
-    not text: {flags: --kubeconfig=~/binary, problem: "~/binary: 'utf-8' codec can't decode"}
-    no lease namespace:
-      flags: --leader-elect
-      problem: --leader-elect needs --leader-election-namespace outside a cluster
+    not YAML: {flags: --kubeconfig=~/broken, problem: "~/broken: ... line 1, column 5"}
+    no lease namespace: {flags: --leader-elect, problem: needs --leader-election-namespace outside}
     port in use:
       flags: "--health-probe-bind-address=127.0.0.1:{taken}"
       problem: "cannot listen on 127.0.0.1:{taken}: Address already in use; choose another address
@@ -5097,26 +4893,17 @@ def test_the_configuration_comes_from_flag_environment_pod_or_home_in_this_order
       flags: "--metrics-bind-address=127.0.0.1:0 --metrics-cert-dir=/none"
       problem: cannot load tls.crt and tls.key from /none
     no openssl: {flags: "--metrics-bind-address=127.0.0.1:0", problem: --metrics-cert-dir}
-    nothing to render:
-      flags: --render=/none.yaml
-      problem: "cannot read /none.yaml: No such file or directory"
     """,
 )
 def test_a_failed_start_says_in_one_line_what_is_wrong(home, monkeypatch, flags, problem):
     (home / ".kube" / "config").unlink()
-    (home / "binary").write_bytes(b"\x7fELF\x02\xff")
-    (home / "numbers").write_text("contexts: [5]")
     monkeypatch.setenv("PATH", "")
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = other.getsockname()[1]
         argv = "--kubeconfig=~/env --health-probe-bind-address=0 " + flags.format(taken=taken)
         said = sked.main(argv.split())
-    assert said.startswith("sked: ")
-    assert "\n" not in said
-    remaining = said
-    for words in problem.format(taken=taken).split(" ... "):
-        assert words in remaining
-        remaining = remaining.partition(words)[2]
+    words = map(re.escape, problem.format(taken=taken).split("..."))
+    assert re.fullmatch(f"sked: .*{'.*'.join(words)}.*", said)
 
 
 def test_a_program_that_imports_sked_can_handle_missing_packages():
@@ -5131,25 +4918,37 @@ def test_a_refused_token_is_told_to_log_in_again(server, tmp_path):
     assert call_fails(connect(path), "Unauthorized: the token .* has expired; log in again")
 
 
+def test_a_refusal_without_words_is_told_by_its_status(mocker):
+    answer = mocker.Mock(data=b"", status=502)
+    assert str(sked.Api.refusal(mocker.Mock(), answer)) == "HTTP status 502"
+
+
+def test_certificates_are_not_checked_as_strictly_as_python_3_13_would(mocker):
+    context = ssl.create_default_context()
+    context.verify_flags |= ssl.VERIFY_X509_STRICT  # Python 3.13's default
+    mocker.patch.object(ssl, "create_default_context", return_value=context)
+    assert not sked.client_tls(sked.Configuration()).verify_flags & ssl.VERIFY_X509_STRICT
+
+
 @pytest.mark.parametrize(
-    "flag, name, value",
+    "flags, name, value",
     table("""
     switched on: [--leader-elect, leader_elect, true]
-    switched off: [--leader-elect=false, leader_elect, false]
     T for true: [--leader-elect=T, leader_elect, true]
     0 for false: [--metrics-secure=0, metrics_secure, false]
-    zap flag with true: [--zap-devel=true, leader_elect, false]
-    zap flag with a word: [--zap-encoder=json, leader_elect, false]
-    zap flag with a number: [--zap-log-level=5, log_level, info]
+    without effect:
+    - "--enable-http2=true --zap-devel --zap-encoder=json --zap-log-level=5
+      --zap-stacktrace-level=panic --zap-time-encoding=rfc3339"
+    - log_level
+    - info
     level in upper case: [--log-level=DEBUG, log_level, debug]
-    HTTP/2: [--enable-http2=true, metrics_secure, true]
-    no metrics by default: [--leader-elect, metrics_bind_address, "0"]
-    health by default: ["--metrics-bind-address=:9", health_probe_bind_address, ":8081"]
+    no metrics by default: ["", metrics_bind_address, "0"]
+    health by default: ["", health_probe_bind_address, ":8081"]
     the last port: ["--metrics-bind-address=:65535", metrics_bind_address, ":65535"]
     """),
 )
-def test_flags_mean_the_same_as_in_the_go_operator(flag, name, value):
-    assert getattr(sked.parse([flag]), name) == value
+def test_flags_mean_the_same_as_in_the_go_operator(flags, name, value):
+    assert getattr(sked.parse(flags.split()), name) == value
 
 
 @pytest.mark.parametrize(
@@ -5182,11 +4981,11 @@ def test_render_prints_daemonsets_that_yield_to_each_other(capsys, tmp_path):
     (tmp_path / "file").write_text(yaml.safe_dump_all(objs))
     assert not sked.main([f"--render={tmp_path}/file"])
     out = capsys.readouterr().out
-    pods = [pod_spec(obj) for obj in yaml.safe_load_all(out)]
-    assert [pod["containers"][0]["image"] for pod in pods] == [RUSTY, LAVD]
-    assert pods[0]["containers"][0]["args"] == ["2020-01-02"]
-    [rule] = dig(pods[0], f"{TERMS}[0].matchExpressions")
-    assert rule == {"key": "pool", "operator": "NotIn", "values": ["a"]}
+    made = list(yaml.safe_load_all(out))
+    containers = [pod_spec(obj)["containers"][0] for obj in made]
+    assert [container["image"] for container in containers] == [RUSTY, LAVD]
+    assert containers[0]["args"] == ["2020-01-02"]
+    assert [terms(obj) for obj in made] == [["pool!=a"], []]
     got = yaml.safe_dump({"kind": "List", "items": objs})
     assert python("sked.py", "--render", "-", text=got) == out
 
@@ -5194,29 +4993,20 @@ def test_render_prints_daemonsets_that_yield_to_each_other(capsys, tmp_path):
 @cases(
     "metadata, spec, words, api_version",
     """
-    no spec: {spec: null, words: "SchedExt x: spec.sched is missing: it names the image"}
-    spec not a map: {spec: text, words: "SchedExt x: spec.sched is missing"}
+    spec not a map: {spec: text, words: "SchedExt x: spec.sched is missing: it names the image"}
     empty image: {spec: {sched: ""}, words: "SchedExt x: spec.sched is missing"}
     image not text: {spec: {sched: 5}, words: "spec.sched must be text, not 5"}
     no name: {metadata: {}, words: "SchedExt ?: metadata.name is missing"}
     metadata not a map: {metadata: x, words: "SchedExt ?: metadata.name is missing"}
     a number as name: {metadata: {name: 5}, words: "must be text: write it in quotes, '5'"}
-    a name that no object may have:
-      metadata: {name: Bad_Name}
-      words: "SchedExt Bad_Name: metadata.name 'Bad_Name' must be at most 63 lower-case letters"
-    another version:
-      api_version: sked.schedkit.io/v2
-      words: "SchedExt x: apiVersion must be sked.schedkit.io/v1, not sked.schedkit.io/v2"
+    a name that no object may have: {metadata: {name: Bad_Name}, words: "'Bad_Name' must be at"}
+    another version: {api_version: v2, words: "apiVersion must be sked.schedkit.io/v1, not v2"}
     unknown field: {spec: {sched: x, image: y}, words: "SchedExt x: spec.image: unknown field"}
     text as a switch: {spec: {sched: x, suspend: "yes"}, words: "must be true or false, not 'yes'"}
-    a number as a switch: {spec: {sched: x, hostPID: 1}, words: "must be true or false, not 1"}
     a switch as a number: {spec: {sched: x, minReadySeconds: true}, words: must be a whole number}
     a list as nodeSelector: {spec: {sched: x, nodeSelector: [a]}, words: nodeSelector must be a map}
-    a number as a label's value:
-      spec: {sched: x, nodeSelector: {pool: 1}}
-      words: "spec.nodeSelector is a map of text: write '1' in quotes"
+    a number as a label's value: {spec: {sched: x, nodeSelector: {pool: 1}}, words: "write '1' in"}
     hostPaths: {spec: {sched: x, hostPaths: 3}, words: "spec.hostPaths must be a list, not 3"}
-    probeImage: {spec: {sched: x, probeImage: 3}, words: "spec.probeImage must be text, not 3"}
     """,
     api_version="sked.schedkit.io/v1",
     metadata={"name": "x"},
@@ -5235,17 +5025,10 @@ def test_render_says_in_one_line_what_is_wrong_with_which_schedext(
 @pytest.mark.parametrize(
     "text, words",
     table("""
-    the second of a List:
-    - "{kind: List, items: [{kind: SchedExt, metadata: {name: x}, spec: {sched: x}},
-      {kind: SchedExt, metadata: {name: y}, spec: {}}]}"
-    - "SchedExt y: spec.sched is missing"
-    not YAML: ["a: [", "is not valid YAML: while parsing a flow node expected the node content"]
     no date: ["a: 2020-99-99", "is not valid YAML: month must be in 1..12"]
-    not text: ["\\0", "is not valid YAML: unacceptable character"]
-    another kind: ["kind: Pod", has no object of kind SchedExt]
     empty List: ["{kind: List, items: }", has no object of kind SchedExt]
     List of numbers: ["{kind: List, items: [5]}", has no object of kind SchedExt]
-    empty file: ["", has no object of kind SchedExt]
+    number: ["5", has no object of kind SchedExt]
     """),
 )
 def test_render_says_in_one_line_what_is_wrong_with_which_file(capsys, tmp_path, text, words):
@@ -5281,7 +5064,7 @@ def test_an_interrupted_render_of_stdin_says_how_stdin_ends():
     missing packages:  # -S: without site-packages
     - -I -S sked.py --version
     - "No module named '.*': .* 'pip install -r requirements.txt'"
-    no file: [sked.py --render=/none.yaml, .*/none.yaml.*]
+    no file: [sked.py --render=/none.yaml, "cannot read /none.yaml: No such file or directory"]
     """),
 )
 def test_a_problem_is_one_line_on_stderr_and_exit_code_1(flags, problem):
@@ -5294,131 +5077,100 @@ def test_a_problem_is_one_line_on_stderr_and_exit_code_1(flags, problem):
 # ---------------------------------------------------------------- install.yaml: the CRD
 
 DIGEST = "sha256:" + "0123456789abcdef" * 4
-ACCEPTED = [
-    *yaml.safe_load("""
-    - {sched: scx_rusty}
-    - {sched: "localhost:5000/a/b:v1"}
-    - {sched: "Registry.Example.com:5000/team/scx:1.2.3"}
-    - {sched: "[2001:db8::A]:5000/a/scx:tag"}
-    - {sched: a.b_c__d-e---f/x1}
-    - {sched: "scx:_a.b-C"}
-    - {nodeSelector: {pool: latency, kubernetes.io/arch: arm64, "1": A.b_c-9}}
-    - {tolerations: [{operator: Exists}]}
-    - {tolerations: [{key: a, value: b, effect: NoExecute, tolerationSeconds: 0}, {key: a}]}
-    - {imagePullSecrets: [{name: a}, {name: b.c}]}
-    - {env: [{name: a.b-c_D, value: $(A)}, {name: B}]}
-    - {env: [{name: A, valueFrom: {secretKeyRef: {name: s, key: k.x_Y-1, optional: true}}}]}
-    - {env: [{name: A, valueFrom: {resourceFieldRef: {resource: limits.memory, divisor: 1Mi}}}]}
-    - {resources: {requests: {cpu: 0}, limits: {cpu: ".5", memory: 1.5Gi, example.com/dongle: "1"}}}
-    - {resources: {limits: {cpu: "5.", memory: 1E}}}
-    - {updateStrategy: {type: OnDelete}}
-    - {updateStrategy: {type: RollingUpdate, rollingUpdate: {maxUnavailable: 5}}}
-    - {updateStrategy: {rollingUpdate: {maxUnavailable: 100%}}}
-    - {hostPaths: [/a b/..c/d../..., /x/.y]}
-    """),
-    {"sched": f"[::1]:5000/scx:1@{DIGEST}"},
-    {"sched": "scx:" + "t" * 128},
-    {"sched": "a" * 200},
-    {"nodeSelector": {"k" * 63: "v" * 63}},
-    ALL_FIELDS,
-]
+# Values of each field that are accepted, and refused with a message that has these words.
+ACCEPTED = yaml.safe_load("""
+sched: [scx_rusty, "localhost:5000/a/b:v1", "Registry.Example.com:5000/team/scx:1.2.3",
+  "[2001:db8::A]:5000/a/scx:tag", a.b_c__d-e---f/x1, "scx:_a.b-C"]
+nodeSelector: [{pool: latency, kubernetes.io/arch: arm64, "1": A.b_c-9}]
+tolerations:
+- [{operator: Exists}]
+- [{key: a, value: b, effect: NoExecute, tolerationSeconds: 0}, {key: a}]
+imagePullSecrets: [[{name: a}, {name: b.c}]]
+env:
+- - {name: a.b-c_D, value: $(A)}
+  - {name: B}
+  - {name: C, valueFrom: {secretKeyRef: {name: s, key: k.x_Y-1, optional: true}}}
+  - {name: D, valueFrom: {resourceFieldRef: {resource: limits.memory, divisor: 1Mi}}}
+resources:
+- {requests: {cpu: 0}, limits: {cpu: ".5", memory: 1.5Gi, example.com/dongle: "1"}}
+- {limits: {cpu: "5.", memory: 1E}}
+updateStrategy:
+- {type: OnDelete}
+- {type: RollingUpdate, rollingUpdate: {maxUnavailable: 5}}
+- {rollingUpdate: {maxUnavailable: 100%}}
+hostPaths: [[/a b/..c/d../..., /x/.y]]
+""")
+ACCEPTED["sched"] += [f"[::1]:5000/scx:1@{DIGEST}", "scx:" + "t" * 128, "a" * 200]
+ACCEPTED["nodeSelector"] += [{"k" * 63: "v" * 63}]
 REFUSED = yaml.safe_load("""
 must be an image reference, [registry[:port]/]path[:tag][@sha256:digest]:
-- {sched: ""}
-- {sched: " scx"}
-- {sched: "scx\\n"}
-- {probeImage: "https://busybox"}
-- {sched: ghcr.io/Schedkit/scx}
-- {sched: scx/}
-- {sched: a//b}
-- {sched: "scx:a:b"}
-- {sched: "scx:-tag"}
-- {sched: "scx@sha256:0123"}
-- {sched: scx-}
-- {sched: a___b}
-- {sched: "ghcr.io:port/scx"}
-- {sched: "[::1/scx"}
-- {sched: user@host/scx}
-- sched: "scx:tttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttt\\
-    ttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttt"
-spec.sched in body must be of type string: [{sched: 5}]
+  sched: ["", " scx", "scx\\n", ghcr.io/Schedkit/scx, scx/, a//b, scx-, a___b, "scx:a:b",
+    "scx:-tag", "scx@sha256:0123", "ghcr.io:port/scx", "[::1/scx", user@host/scx]
+  probeImage: ["https://busybox"]
+spec.sched in body must be of type string: {sched: [5]}
 "must be node labels, such as pool: latency":
-- {nodeSelector: {pool: low latency}}
-- {nodeSelector: {pool: a-}}
-- {nodeSelector: {pool: "a\\n"}}
-- {nodeSelector: {/a: a}}
-- {nodeSelector: {A.io/b: a}}
-- {nodeSelector: {a/b/c: a}}
-spec.nodeSelector.pool in body must be of type string: [{nodeSelector: {pool: true}}]
+  nodeSelector: [{pool: low latency}, {pool: a-}, {pool: "a\\n"}, {/a: a}, {A.io/b: a}, {a/b/c: a}]
+spec.nodeSelector.pool in body must be of type string: {nodeSelector: [{pool: true}]}
 "a toleration needs a key, or else operator: Exists":
-- {tolerations: [{}]}
-- {tolerations: [{operator: Equal, value: x}]}
+  tolerations: [[{}], [{operator: Equal, value: x}]]
 "spec.tolerations[0].key in body should be at least 1 chars long":
-- {tolerations: [{key: "", operator: Exists}]}
-"spec.tolerations[0].value in body should match": [{tolerations: [{key: a, value: b c}]}]
-"operator: Exists takes no value": [{tolerations: [{key: a, operator: Exists, value: b}]}]
+  tolerations: [[{key: "", operator: Exists}]]
+"spec.tolerations[0].value in body should match": {tolerations: [[{key: a, value: b c}]]}
+"operator: Exists takes no value": {tolerations: [[{key: a, operator: Exists, value: b}]]}
 "tolerationSeconds only goes with effect: NoExecute":
-- {tolerations: [{key: a, tolerationSeconds: 3}]}
-'operator: Unsupported value: "Lt"': [{tolerations: [{key: a, operator: Lt}]}]
-'effect: Unsupported value: "Never"': [{tolerations: [{key: a, effect: Never}]}]
-spec.priorityClassName in body should match: [{priorityClassName: High}]
-"spec.imagePullSecrets[0].name: Required value": [{imagePullSecrets: [{}]}]
-"spec.imagePullSecrets[1]: Duplicate value": [{imagePullSecrets: [{name: a}, {name: a}]}]
-'imagePullPolicy: Unsupported value: "always"': [{imagePullPolicy: always}]
-"spec.args[1] in body must be of type string": [{args: [--slice-us, 5000]}]
-"spec.env[0].name: Required value": [{env: [{value: x}]}]
-"spec.env[0].name in body should match": [{env: [{name: A=B}]}]
-"spec.env[1]: Duplicate value": [{env: [{name: A}, {name: A}]}]
+  tolerations: [[{key: a, tolerationSeconds: 3}]]
+'operator: Unsupported value: "Lt"': {tolerations: [[{key: a, operator: Lt}]]}
+'effect: Unsupported value: "Never"': {tolerations: [[{key: a, effect: Never}]]}
+spec.priorityClassName in body should match: {priorityClassName: [High]}
+"spec.imagePullSecrets[0].name: Required value": {imagePullSecrets: [[{}]]}
+"spec.imagePullSecrets[1]: Duplicate value": {imagePullSecrets: [[{name: a}, {name: a}]]}
+'imagePullPolicy: Unsupported value: "always"': {imagePullPolicy: [always]}
+"spec.args[1] in body must be of type string": {args: [[--slice-us, 5000]]}
+"spec.env[0].name: Required value": {env: [[{value: x}]]}
+"spec.env[0].name in body should match": {env: [[{name: A=B}]]}
+"spec.env[1]: Duplicate value": {env: [[{name: A}, {name: A}]]}
 a variable has either a value or a valueFrom, not both:
-- {env: [{name: A, value: b, valueFrom: {fieldRef: {fieldPath: spec.nodeName}}}]}
+  env: [[{name: A, value: b, valueFrom: {fieldRef: {fieldPath: spec.nodeName}}}]]
 "valueFrom needs exactly one of: configMapKeyRef, secretKeyRef, fieldRef, resourceFieldRef":
-- {env: [{name: A, valueFrom: {}}]}
-- env:
-  - name: A
-    valueFrom: {configMapKeyRef: {name: m, key: k}, secretKeyRef: {name: m, key: k}}
+  env:
+  - [{name: A, valueFrom: {}}]
+  - - name: A
+      valueFrom: {configMapKeyRef: {name: m, key: k}, secretKeyRef: {name: m, key: k}}
 "spec.env[0].valueFrom.secretKeyRef.name: Required value":
-- {env: [{name: A, valueFrom: {secretKeyRef: {key: m}}}]}
+  env: [[{name: A, valueFrom: {secretKeyRef: {key: m}}}]]
 spec.resources.limits.memory in body should match:
-- {resources: {limits: {memory: 64MB}}}
-- {resources: {limits: {memory: "-1"}}}
-- {resources: {limits: {memory: 1e999}}}
+  resources: [{limits: {memory: 64MB}}, {limits: {memory: "-1"}}, {limits: {memory: 1e999}}]
 spec.resources.requests.cpu in body should be greater than or equal to 0:
-- {resources: {requests: {cpu: -1}}}
-spec.resources.requests.cpu in body must be of type: [{resources: {requests: {cpu: 0.5}}}]
-'terminationMessagePolicy: Unsupported value: "Logs"': [{terminationMessagePolicy: Logs}]
+  resources: [{requests: {cpu: -1}}]
+spec.resources.requests.cpu in body must be of type: {resources: [{requests: {cpu: 0.5}}]}
+'terminationMessagePolicy: Unsupported value: "Logs"': {terminationMessagePolicy: [Logs]}
 must be a number of nodes from 1 up, or a percentage from 1% to 100%:
-- {updateStrategy: {rollingUpdate: {maxUnavailable: 0}}}
-- {updateStrategy: {rollingUpdate: {maxUnavailable: 0%}}}
-- {updateStrategy: {rollingUpdate: {maxUnavailable: 101%}}}
-- {updateStrategy: {rollingUpdate: {maxUnavailable: 1.5%}}}
+  updateStrategy:
+  - {rollingUpdate: {maxUnavailable: 0}}
+  - {rollingUpdate: {maxUnavailable: 0%}}
+  - {rollingUpdate: {maxUnavailable: 101%}}
+  - {rollingUpdate: {maxUnavailable: 1.5%}}
 "rollingUpdate only goes with type: RollingUpdate":
-- {updateStrategy: {type: OnDelete, rollingUpdate: {maxUnavailable: 1}}}
-'updateStrategy.type: Unsupported value: "Recreate"': [{updateStrategy: {type: Recreate}}]
-spec.minReadySeconds in body should be greater than or equal to 0: [{minReadySeconds: -1}]
-spec.suspend in body must be of type boolean: [{suspend: "yes"}, {suspend: 1}]
+  updateStrategy: [{type: OnDelete, rollingUpdate: {maxUnavailable: 1}}]
+'updateStrategy.type: Unsupported value: "Recreate"': {updateStrategy: [{type: Recreate}]}
+spec.minReadySeconds in body should be greater than or equal to 0: {minReadySeconds: [-1]}
+spec.suspend in body must be of type boolean: {suspend: ["yes", 1]}
 must be an absolute path such as /sys/kernel/debug:
-- {hostPaths: [/]}
-- {hostPaths: [/sys/]}
-- {hostPaths: [/sys//kernel]}
-- {hostPaths: [/sys/..]}
-- {hostPaths: [/sys/./kernel]}
-- {hostPaths: ["/sys:/kernel"]}
-"spec.hostPaths[2]: Duplicate value": [{hostPaths: [/sys, /proc, /sys]}]
-unknown field "spec.replicas": [{replicas: 3}]
+  hostPaths: [[/], [/sys/], [/sys//kernel], [/sys/..], [/sys/./kernel], ["/sys:/kernel"]]
+"spec.hostPaths[2]: Duplicate value": {hostPaths: [[/sys, /proc, /sys]]}
+unknown field "spec.replicas": {replicas: [3]}
 unknown field "spec.updateStrategy.rollingUpdate.maxSurge":
-- {updateStrategy: {rollingUpdate: {maxSurge: 1}}}
+  updateStrategy: [{rollingUpdate: {maxSurge: 1}}]
 """)
-TOO_LARGE = {
-    "Too long: may not be more than 512 bytes": {"sched": "a" * 513},
-    "Too long: may not be more than 63 bytes": {"nodeSelector": {"pool": "a" * 64}},
-    "Too many: 33: must have at most 32 items": {"hostPaths": [f"/{n}" for n in range(33)]},
-    "have at most 63 characters": {"nodeSelector": {"k" * 64: "a"}},
-    '(a key may also have a domain and "/" before it)': {
-        "nodeSelector": {"d." * 200 + "io/k": "a"}
-    },
+REFUSED |= {
+    "Too long: may not be more than 512 bytes": {"sched": ["a" * 513]},
+    ":port]/]path[:tag]": {"sched": ["scx:" + "t" * 129]},
+    "Too long: may not be more than 63 bytes": {"nodeSelector": [{"pool": "a" * 64}]},
+    "Too many: 33: must have at most 32 items": {"hostPaths": [[f"/{n}" for n in range(33)]]},
+    "have at most 63 characters": {"nodeSelector": [{"k" * 64: "a"}]},
+    'a domain and "/" before it': {"nodeSelector": [{"d." * 200 + "io/k": "a"}]},
 }
-VERSION = THE_CRD["spec"]["versions"][0]
-SCHEMA = VERSION["schema"]["openAPIV3Schema"]
+SCHEMA = dig(THE_CRD, ".spec.versions[0].schema.openAPIV3Schema")
 LONG_NAME = "the name of a SchedExt may have at most 63 characters"
 
 
@@ -5448,7 +5200,7 @@ def test_only_min_ready_seconds_has_a_default(crd):
 
 
 def test_every_validation_rule_has_an_example_that_it_refuses():
-    known = [*REFUSED, *TOO_LARGE, LONG_NAME]
+    known = [*REFUSED, LONG_NAME]
     assert [text for text in CEL_MESSAGES if not any(words in text for words in known)] == []
 
 
@@ -5478,15 +5230,24 @@ def dry_run(cluster: Cluster, obj: dict) -> dict:
     return cluster.call("POST", f"{path}?dryRun=All&fieldValidation=Strict", obj)
 
 
-@pytest.mark.parametrize("spec", ACCEPTED, ids=lambda spec: str(spec)[:50])
+def specs(values: dict[str, list]) -> list[dict]:
+    """A spec for each value of each field."""
+    return [{field: value} for field in values for value in values[field]]
+
+
+def start_of(spec: dict | str) -> str:
+    return str(spec)[:50]
+
+
+@pytest.mark.parametrize("spec", [*specs(ACCEPTED), ALL_FIELDS], ids=start_of)
 def test_a_valid_schedext_is_accepted_and_so_is_its_daemonset(crd, spec):
     dry_run(crd, sked.build_daemonset(dry_run(crd, schedext("n" * 63, **spec))))
 
 
-@pytest.mark.parametrize(
-    "words, spec",
-    [(words, spec) for words in REFUSED for spec in REFUSED[words]] + list(TOO_LARGE.items()),
-)
+ROWS = [(words, spec) for words in REFUSED for spec in specs(REFUSED[words])]
+
+
+@pytest.mark.parametrize("words, spec", ROWS, ids=start_of)
 def test_an_invalid_schedext_is_refused_with_a_helpful_message(crd, words, spec):
     if crd.server and any(words in text for text in CEL_MESSAGES):
         pytest.skip("a rule in CEL, which only a real API server evaluates")
@@ -5565,10 +5326,8 @@ def test_the_api_server_lets_sked_write_no_daemonset_but_its_own(real, tmp_path)
     path = BUILT_IN["daemonsets"].path(namespace)
     foreign = unlabelled_daemonset("foreign", namespace)
     real.create(foreign)
-    schedext_of_ours = schedext("own", namespace=namespace, nodeSelector={"none": "x"})
-    owner = real.create(schedext_of_ours)["metadata"]["uid"]
-    own = daemonset("own", namespace, owner)
-    own["metadata"]["ownerReferences"][0]["blockOwnerDeletion"] = True
+    owner = real.create(schedext("own", namespace=namespace, nodeSelector={"none": "x"}))
+    own = daemonset("own", namespace, owner["metadata"]["uid"])
 
     def answer(method: str, name: str, body: dict) -> str:
         try:
@@ -5628,8 +5387,7 @@ def test_every_schedext_in_the_readme_passes_the_schema_and_makes_a_daemonset(ob
     wrong: list[str] = []
     check(SCHEMA, obj, "", wrong, wrong)
     assert wrong == []
-    made = sked.build_daemonset(obj, EXAMPLES)
-    assert pod_spec(made)["containers"][0]["image"] == obj["spec"]["sched"]
+    assert sked.build_daemonset(obj, EXAMPLES)
 
 
 def test_sked_talks_to_an_api_server_without_what_the_image_leaves_out(secure, tmp_path):
@@ -5659,11 +5417,12 @@ def test_sked_talks_to_an_api_server_without_what_the_image_leaves_out(secure, t
         assert python("-B", "-c", program, str(path), A_LIST) == "SchedExtList\n"
 
 
-def test_every_status_reason_is_documented():
-    status = SCHEMA["properties"]["status"]["properties"]
-    reason = status["conditions"]["items"]["properties"]["reason"]
+def test_every_reason_that_sked_gives_is_in_the_readme_and_the_crd_and_no_other():
+    blocked = re.findall(r'Blocked\(\s*"(\w+)"', inspect.getsource(sked))
+    ready = re.findall(r'return "(\w+)"', inspect.getsource(sked.ready_reason))
+    reason = dig(SCHEMA, ".properties.status.properties.conditions.items.properties.reason")
     named = re.findall(r"[A-Z]\w+", reason["description"].partition("Ready: ")[2])
-    assert "AllReady" in named
+    assert sorted(named) == sorted({*blocked, *ready})
     assert [reason for reason in named if f"`{reason}`" not in README] == []
 
 
@@ -5676,8 +5435,7 @@ def test_every_metric_is_in_the_readme():
 def test_the_readmes_daemonsets_are_printed_as_documents_that_yield():
     rusty, lavd = yaml.safe_load_all(python("-c", blocks("python")[0]))
     assert [obj["metadata"]["name"] for obj in (rusty, lavd)] == ["scx-rusty", "scx-lavd"]
-    [rule] = dig(pod_spec(rusty), f"{TERMS}[0].matchExpressions")
-    assert rule == {"key": "pool", "operator": "NotIn", "values": ["latency"]}
+    assert terms(rusty) == ["pool!=latency"]
 
 
 def test_the_readmes_own_program_says_what_it_watches_and_makes_a_daemonset(server, monkeypatch):
@@ -5728,8 +5486,6 @@ def test_argo_cds_health_check_follows_the_reason(status, health):
 def test_the_readmes_policy_refuses_new_images_but_never_the_off_switch(real):
     (block,) = [block for block in blocks("yaml") if "ValidatingAdmissionPolicy" in block]
     policy, binding = yaml.safe_load_all(block)
-    folder = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpol"
-    paths = {f"{folder}icies": policy, f"{folder}icybindings": binding}
     namespace = real.namespace()
     real.create(schedext("x", RUSTY, namespace))
     policy["metadata"]["name"] = binding["metadata"]["name"] = namespace
@@ -5745,8 +5501,8 @@ def test_the_readmes_policy_refuses_new_images_but_never_the_off_switch(real):
         return "accepted"
 
     try:
-        for path, obj in paths.items():
-            real.call("POST", path, obj)
+        real.create(policy)
+        real.create(binding)
         # It takes a few seconds to hold, and until then each try needs an image that is new.
         eventually(lambda: change(sched=f"{LAVD}-{uuid.uuid4().hex}"), contains("pinned by digest"))
         with pytest.raises(Refusal, match="pinned by digest"):
@@ -5757,9 +5513,9 @@ def test_the_readmes_policy_refuses_new_images_but_never_the_off_switch(real):
         assert change(sched=f"registry.example.com/scx_rusty@{DIGEST}") == "accepted"
         assert "pinned by digest" in change(sched=RUSTY)
     finally:
-        for path, obj in paths.items():
-            real.call("DELETE", f"{path}/{obj['metadata']['name']}")
-        real.call("DELETE", f"/api/v1/namespaces/{namespace}")
+        for plural in ("validatingadmissionpolicies", "validatingadmissionpolicybindings"):
+            real.delete(plural, "", namespace)
+        real.delete("namespaces", "", namespace)
 
 
 def test_every_flag_in_the_readme_exists(capsys):
