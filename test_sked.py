@@ -10,28 +10,19 @@
 
     python test_sked.py   shows sked at work, in a minute and without a cluster
 
-Throughout this file:
-    obj       an object as the plain dict that the API returns; stored objects are never changed,
-              only replaced
-    resource  a row of the table of served resources
-    version   a resourceVersion, as an int
-
-The server does only what a test or the demo needs: it promises nothing to anybody's kubectl. Where
-a real server differs, the real one is right.
+An obj is an object as the plain dict that the API returns; stored objects are never changed, only
+replaced. The server does only what a test or the demo needs. Where a real server differs, the real
+one is right.
 """
 
 from __future__ import annotations
 
-import signal
 import sys
 
 if sys.version_info < (3, 10):  # noqa: UP036 (an older one gets this far)
     stop = sys.modules["pytest"].exit if "pytest" in sys.modules else sys.exit
     stop("sked needs Python 3.10 or newer")
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the imports without a traceback
 
-import argparse
 import ast
 import atexit
 import base64
@@ -51,6 +42,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import socket
 import ssl
 import subprocess
@@ -76,24 +68,11 @@ HERE = Path(__file__).resolve().parent
 RUSTY = "ghcr.io/schedkit/scx_rusty:latest"
 LAVD = "ghcr.io/schedkit/scx_lavd:latest"
 
-log = logging.getLogger("stand-in")  # of the API server and the nodes that are played here
-
 
 def now(ago: float = 0.0) -> str:
     """The time this many seconds ago, in the API's format."""
     moment = datetime.fromtimestamp(time.time() - ago, timezone.utc)
     return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def controller_reference(api_version: str, kind: str, name: str, uid: str) -> dict:
-    return {
-        "apiVersion": api_version,
-        "kind": kind,
-        "name": name,
-        "uid": uid,
-        "controller": True,
-        "blockOwnerDeletion": True,
-    }
 
 
 def seconds_ago(timestamp: str) -> float:
@@ -173,7 +152,7 @@ CRD = ("customresourcedefinitions", "", THE_CRD["metadata"]["name"])
 
 def installed() -> list[dict]:
     """The objects to install before a test; the test runs the operator itself."""
-    served = {resource.kind for resource in TABLE}
+    served = {resource.kind for resource in BUILT_IN.values()}
     return [obj for obj in copy(manifests()) if obj["kind"] in served]
 
 
@@ -189,18 +168,16 @@ class Refusal(Exception):
 
     @property
     def status(self) -> dict:
-        status = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure"}
-        return status | {"message": str(self), "code": self.code}
+        return {"kind": "Status", "message": str(self), "code": self.code}
 
 
 class Resource(NamedTuple):
-    """One kind of object; all are served as v1."""
+    """One kind of object; all are served as v1, with a generation and a status subresource."""
 
     plural: str
     kind: str
     group: str = ""
     namespaced: bool = True
-    status: bool = False  # has a status subresource and a generation
     schema: dict | None = None  # of a custom resource
 
     @property
@@ -209,7 +186,7 @@ class Resource(NamedTuple):
 
     @property
     def root(self) -> str:
-        return f"/apis/{self.group}/v1" if self.group else "/api/v1"
+        return f"/apis/{self.api_version}" if self.group else "/api/v1"
 
     def path(self, namespace: str, name: str = "", subresource: str = "") -> str:
         scope = f"namespaces/{namespace}" if self.namespaced and namespace else ""
@@ -223,6 +200,15 @@ class Resource(NamedTuple):
 
 RBAC = "rbac.authorization.k8s.io"
 REVIEWS = ("tokenreviews", "subjectaccessreviews")
+NAMESPACED = """
+pods Pod
+events Event
+serviceaccounts ServiceAccount
+daemonsets DaemonSet apps
+leases Lease coordination.k8s.io
+roles Role rbac.authorization.k8s.io
+rolebindings RoleBinding rbac.authorization.k8s.io
+"""
 CLUSTER_WIDE = """
 namespaces Namespace
 nodes Node
@@ -234,25 +220,18 @@ validatingadmissionpolicybindings ValidatingAdmissionPolicyBinding admissionregi
 tokenreviews TokenReview authentication.k8s.io
 subjectaccessreviews SubjectAccessReview authorization.k8s.io
 """
-TABLE = (
-    Resource("pods", "Pod", status=True),
-    Resource("events", "Event"),
-    Resource("serviceaccounts", "ServiceAccount"),
-    Resource("daemonsets", "DaemonSet", "apps", status=True),
-    Resource("leases", "Lease", "coordination.k8s.io"),
-    Resource("roles", "Role", RBAC),
-    Resource("rolebindings", "RoleBinding", RBAC),
-    *(Resource(*row.split(), namespaced=False) for row in CLUSTER_WIDE.strip().splitlines()),
-)
-BUILT_IN = {resource.plural: resource for resource in TABLE}
+BUILT_IN = {
+    row.split()[0]: Resource(*row.split(), namespaced=rows is NAMESPACED)
+    for rows in (NAMESPACED, CLUSTER_WIDE)
+    for row in rows.strip().splitlines()
+}
 
 
 def resource_of(crd: dict) -> Resource:
     """The resource that a CustomResourceDefinition defines."""
-    names = crd["spec"]["names"]
-    schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
-    group = crd["spec"]["group"]
-    return Resource(names["plural"], names["kind"], group, status=True, schema=schema)
+    spec = crd["spec"]
+    schema = spec["versions"][0]["schema"]["openAPIV3Schema"]
+    return Resource(spec["names"]["plural"], spec["names"]["kind"], spec["group"], schema=schema)
 
 
 # ---------------------------------------------------------------- the CRD's schema
@@ -260,24 +239,22 @@ def resource_of(crd: dict) -> Resource:
 TYPES = {str: "string", int: "integer", bool: "boolean", float: "number", list: "array"}
 
 
-def check(schema: dict, value: Any, path: str, causes: list[str], unknown: list[str]) -> Any:
-    """The value as it is stored: with the schema's defaults and without unknown fields.
+def check(schema: dict, value: Any, path: str, causes: list[str]) -> Any:
+    """The value as it is stored, with the schema's defaults; appends what is wrong to causes.
 
-    Appends what is wrong with it to causes, and the dropped fields to unknown. Understands
-    everything that the CRD uses except rules in CEL (x-kubernetes-validations).
+    Understands everything that the CRD uses except rules in CEL (x-kubernetes-validations).
     """
     found = TYPES.get(type(value), "object")
     either = "x-kubernetes-int-or-string" in schema
     wanted = "integer,string" if either else schema.get("type", found)
     at = path.lstrip(".")
     if found not in wanted.split(","):
-        words = f'{at} in body must be of type {wanted}: "{found}"'
-        causes.append(f'{at}: Invalid value: "{found}": {words}')
+        causes.append(f'{at} in body must be of type {wanted}: "{found}"')
         return value
     causes += broken_limits(schema, value, at)
     if found == "array":
         items = schema["items"]
-        return [check(items, item, f"{path}[{i}]", causes, unknown) for i, item in enumerate(value)]
+        return [check(items, item, f"{path}[{i}]", causes) for i, item in enumerate(value)]
     known, others = schema.get("properties", {}), schema.get("additionalProperties")
     if found != "object" or not (known or others):  # a plain value, or metadata
         return value
@@ -287,21 +264,20 @@ def check(schema: dict, value: Any, path: str, causes: list[str], unknown: list[
             fields.setdefault(name, copy(field_schema["default"]))
     missing = [name for name in schema.get("required", ()) if name not in fields]
     causes += [f"{at}.{name}".lstrip(".") + ": Required value" for name in missing]
-    kept = {}
     for name, item in fields.items():
+        inner = f"{path}.{name}"
         if field_schema := known.get(name, others):
-            kept[name] = check(field_schema, item, f"{path}.{name}", causes, unknown)
+            fields[name] = check(field_schema, item, inner, causes)
         else:
-            unknown.append(f"{path}.{name}".lstrip("."))
-    return kept
+            causes.append(f'unknown field "{inner.lstrip(".")}"')
+    return fields
 
 
 def broken_limits(schema: dict, value: Any, at: str) -> Iterator[str]:
-    """What a schema's limits say about a value of the right type, in the API server's words."""
-    invalid = f"{at}: Invalid value: {json.dumps(value)}: {at} in body should"
+    """What a schema's limits say about a value of the right type."""
+    invalid = f"{at} in body should"
     if value not in schema.get("enum", [value]):
-        supported = ", ".join(map(json.dumps, schema["enum"]))
-        yield f"{at}: Unsupported value: {json.dumps(value)}: supported values: {supported}"
+        yield f"{at}: Unsupported value: {json.dumps(value)}"
     if isinstance(value, str):
         if len(value) > schema.get("maxLength", math.inf):
             yield f"{at}: Too long: may not be more than {schema['maxLength']} bytes"
@@ -315,18 +291,10 @@ def broken_limits(schema: dict, value: Any, at: str) -> Iterator[str]:
         most = schema.get("maxItems", schema.get("maxProperties", math.inf))
         if len(value) > most:
             yield f"{at}: Too many: {len(value)}: must have at most {most} items"
-        if schema.get("x-kubernetes-list-type") in ("map", "set"):
-            yield from duplicates(value, schema.get("x-kubernetes-list-map-keys", ()), at)
-
-
-def duplicates(items: list, keys: Iterable[str], at: str) -> Iterator[str]:
-    """A cause for each item of a list that has the keys of an earlier one, or equals it."""
-    seen = []
-    for i, item in enumerate(items):
-        name = {key: item.get(key) for key in keys} if isinstance(item, dict) else item
-        if name in seen:
-            yield f"{at}[{i}]: Duplicate value: {json.dumps(name)}"
-        seen.append(name)
+    if schema.get("x-kubernetes-list-type") in ("map", "set"):
+        keys = schema.get("x-kubernetes-list-map-keys", ())
+        names = [[item.get(key) for key in keys] if keys else item for item in value]
+        yield from (f"{at}[{i}]: Duplicate value" for i, n in enumerate(names) if n in names[:i])
 
 
 # ---------------------------------------------------------------- DaemonSets and pods: defaults
@@ -437,7 +405,6 @@ class Fault:
     garbage   answers 200 with something that is not JSON
     drop      closes the connection without doing anything
     lose      does what is asked, then closes the connection without an answer
-    slow      waits some seconds, then does what is asked
     truncate  closes the connection in the middle of the answer
     stall     goes silent in the middle of the answer until cleared
     hang      does nothing and sends nothing until cleared
@@ -448,7 +415,6 @@ class Fault:
     times: int | None = 1  # None: until clear()
     action: str = "error"
     status: int = 500
-    seconds: float = 0.0
     hits: int = 0
     over: threading.Event = field(default_factory=threading.Event)
 
@@ -460,17 +426,19 @@ class Fault:
         self.over.set()
 
 
+NO_FAULT = Fault("", "", action="none")
+
+
 class Change(NamedTuple):
     version: int
-    type: str
-    obj: dict
+    obj: dict | None  # None: it was deleted
     old: dict | None
 
 
 class Client:
     """What a test can ask of an API server; raises a Refusal if it refuses."""
 
-    resources: dict[str, Resource]
+    resources: Any  # Resources, by their plural
     call: Callable[..., Any]  # with method, path and body
 
     def kind_of(self, obj: dict) -> Resource:
@@ -507,35 +475,7 @@ PATH = re.compile(
 )
 VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
 FOREGROUND = "foregroundDeletion"  # the finalizer of an object that waits for what it owns
-IMMUTABLE = ("name", "namespace", "uid", "creationTimestamp", "deletionTimestamp", "generation")
-COUNTS = (
-    "currentNumberScheduled",
-    "desiredNumberScheduled",
-    "numberMisscheduled",
-    "numberReady",
-)
-NEW = {  # the status of a new object
-    "pods": {"phase": "Pending"},
-    "daemonsets": dict.fromkeys(COUNTS, 0),
-}
-
-
-def selects(selector: str, labels: dict) -> bool:
-    """Whether a selector such as a=b,c=d selects an object with these labels."""
-    pairs = [pair.partition("=") for pair in selector.split(",") if pair]
-    return all(labels.get(key) == value for key, _, value in pairs)
-
-
-def last_writers(request: Request, old: dict | None) -> list[dict]:
-    """metadata.managedFields after a write, as far as they say who wrote last, and when."""
-    known = old["metadata"].get("managedFields", []) if old else []
-    if not request.manager:
-        return known
-    entry = {"manager": request.manager, "operation": "Update", "time": now()}
-    entry |= {"subresource": request.subresource} if request.subresource else {}
-    writer = (request.manager, request.subresource)
-    others = [one for one in known if (one["manager"], one.get("subresource", "")) != writer]
-    return [*others, entry]
+FIXED = ("uid", "creationTimestamp", "generation")  # as far as clients are concerned
 
 
 class ApiServer(Client, contextlib.AbstractContextManager):
@@ -550,7 +490,6 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         self.port = 0
         self.changed = threading.Condition(threading.RLock())  # guards everything below
         self.objects = collections.defaultdict(dict)  # by resource, then by namespace and name
-        self.resources = dict(BUILT_IN)
         self.log = collections.defaultdict(list)  # of Changes, by resource
         self.version = 1000
         self.oldest = 1000  # a watch can start at this version or later
@@ -564,19 +503,22 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         self.webhook = None  # takes a Request and an object; returns the object to store
         self.validate = True  # False: as if the CRD had no schema
         self.collect = True  # False: the garbage collector pauses
-        self.graceful = False  # True: a deleted pod waits for its kubelet
         self.bookmark_seconds = 60.0
         self.stopping = threading.Event()
         self.thawed = threading.Event()
         self.thawed.set()
         self.temporary = tempfile.TemporaryDirectory(prefix="sked-")  # goes with the process, too
         self.folder = Path(self.temporary.name)
-        self.create({"kind": "Namespace", "metadata": {"name": "default"}})
         for obj in installed():
             self.create(obj)
         self.requests.clear()
         self.start_listening()
-        threading.Thread(target=self.collect_garbage, daemon=True).start()
+        self.keep_doing(self.collect_garbage)
+
+    @property
+    def resources(self) -> dict[str, Resource]:
+        custom = map(resource_of, self.objects["customresourcedefinitions"].values())
+        return BUILT_IN | {resource.plural: resource for resource in custom}
 
     def __exit__(self, *_: object) -> None:
         self.stopping.set()
@@ -588,12 +530,14 @@ class ApiServer(Client, contextlib.AbstractContextManager):
 
     def kubeconfig(self, user: str, certificate: bool = False) -> Path:
         """The path of a kubeconfig for a user with a token or a client certificate."""
-        cluster = {"server": f"http://127.0.0.1:{self.port}"}
+        cluster = {"server": f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}"}
         if self.tls:
-            ca = encoded(authority() / "ca.crt")
-            url = f"https://127.0.0.1:{self.port}"
-            cluster = {"server": url, "certificate-authority-data": ca}
-        credentials = client_certificate(user) if certificate else {"token": user}
+            cluster["certificate-authority-data"] = encoded(authority() / "ca.crt")
+        credentials = {"token": user}
+        if certificate:
+            names = ("client-certificate-data", "client-key-data")
+            signed = sign(user, "extendedKeyUsage=clientAuth")
+            credentials = dict(zip(names, map(encoded, signed), strict=True))
         path = self.folder / f"{user}.kubeconfig"
         return write_kubeconfig(path, "sked", {"sked": cluster}, credentials)
 
@@ -602,15 +546,20 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         bug = f"{where}: {sys.exc_info()[1]!r}"
         if bug not in self.bugs:  # a kubelet would repeat it many times a second
             self.bugs.add(bug)
-            log.exception("%s: this is a bug of the stand-in for a cluster, not of sked", where)
+            logging.exception("%s: this is a bug of the stand-in for a cluster, not of sked", where)
 
-    @contextlib.contextmanager
-    def surviving(self, where: str) -> Iterator[None]:
-        """No exception ends a thread: that would look as if sked had stopped."""
-        try:
-            yield
-        except Exception:
-            self.report_bug(where)
+    def keep_doing(self, step: Callable[[], None]) -> None:
+        """Starts a thread that takes this step again and again, until the server goes away."""
+
+        def run() -> None:
+            while not self.stopping.wait(0.03):
+                with self.changed:
+                    try:
+                        step()
+                    except Exception:  # must not end the thread: sked would seem to have stopped
+                        self.report_bug(step.__qualname__)
+
+        threading.Thread(target=run, daemon=True).start()
 
     # -- misbehaviour
 
@@ -619,13 +568,11 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         self.faults.append(Fault(*args, **more))
         return self.faults[-1]
 
-    def next_fault(self, method: str, path: str) -> Fault | None:
+    def next_fault(self, method: str, path: str) -> Fault:
         with self.changed:
-            for fault in self.faults:
-                if fault.matches(method, path):
-                    fault.hits += 1
-                    return fault
-        return None
+            hit = next((fault for fault in self.faults if fault.matches(method, path)), NO_FAULT)
+            hit.hits += 1
+            return hit
 
     def freeze(self) -> None:
         """Accepts connections but answers nothing, watches included."""
@@ -642,8 +589,8 @@ class ApiServer(Client, contextlib.AbstractContextManager):
 
     def drop_connections(self) -> None:
         """Cuts every connection, watches included."""
-        self.end_watches()
-        with self.changed:
+        with self.changed:  # so that no watch can end cleanly before its connection is cut
+            self.end_watches()
             for connection in list(self.connections):
                 with contextlib.suppress(OSError):
                     socket.socket.shutdown(connection, socket.SHUT_RDWR)  # TLS or not
@@ -662,8 +609,7 @@ class ApiServer(Client, contextlib.AbstractContextManager):
 
     def compact(self) -> None:
         """Forgets the past: new watches from older versions get 410."""
-        with self.changed:
-            self.oldest = self.version
+        self.oldest = self.version
 
     def snapshot(self) -> Any:
         """Everything that is stored, for restore()."""
@@ -671,25 +617,20 @@ class ApiServer(Client, contextlib.AbstractContextManager):
             return self.version, {plural: dict(objs) for plural, objs in self.objects.items()}
 
     def restore(self, snapshot: Any) -> None:
-        """Goes back to a snapshot and its version, as from a backup; ends all watches."""
-        with self.changed:
-            self.version, objects = snapshot
-            self.objects.clear()
-            self.objects.update({plural: dict(objs) for plural, objs in objects.items()})
-            self.log.clear()
-            self.compact()
-            self.end_watches()
+        """Goes back to a snapshot and its version, as from a backup."""
+        self.version, objects = snapshot
+        self.objects = collections.defaultdict(dict, objects)
+        self.log.clear()
 
     # -- for tests: as admin, without HTTP
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
         return copy(self.serve(self.parse(method, path, "admin"), copy(body)))
 
-    def writes(self, since: float = 0.0, user: str = "sked", leases: bool = False) -> list[Request]:
+    def writes(self, since: float = 0.0, user: str = "sked") -> list[Request]:
         """A user's writes since then (a time.time()), including refused ones."""
-        ignored = REVIEWS if leases else (*REVIEWS, "leases")
         sent = [r for r in list(self.requests) if r.user == user and r.time >= since]
-        return [r for r in sent if r.method != "GET" and r.resource not in ignored]
+        return [r for r in sent if r.method != "GET"]
 
     def deeds(self) -> list[str]:
         """What sked has asked for."""
@@ -714,31 +655,29 @@ class ApiServer(Client, contextlib.AbstractContextManager):
 
     def rules(self, user: str) -> Iterator[tuple[str, dict]]:
         """(namespace or "" for all, rule) for every rule that is bound to the user."""
+        subject = SKED if user == "sked" else {"kind": "User", "name": user}
         for plural in ("clusterrolebindings", "rolebindings"):
             for (namespace, _), binding in self.objects[plural].items():
                 role = binding["roleRef"]
                 scope = namespace if role["kind"] == "Role" else ""
-                found = self.objects[f"{role['kind'].lower()}s"].get((scope, role["name"]), {})
-                if user in map(subject_name, binding.get("subjects", ())):
-                    for rule in found.get("rules", ()):
+                found = self.objects[f"{role['kind'].lower()}s"][scope, role["name"]]
+                if any(subject.items() <= bound.items() for bound in binding["subjects"]):
+                    for rule in found["rules"]:
                         yield namespace, rule
 
     def allowed(self, user: str, namespace: str = "", name: str = "", **asked: str) -> bool:
         """Whether a user may do this, in the terms of a rule: verbs="get" and so on."""
-        if user in ("admin", "other"):
-            return True
-        for where, rule in self.rules(USERS.get(user, user)):
-            fits = all(value in rule.get(part, ()) for part, value in asked.items())
-            if fits and where in ("", namespace) and name in rule.get("resourceNames", [name]):
-                return True
-        return False
+        return user in ("admin", "other") or any(
+            all(value in rule.get(part, ()) for part, value in asked.items())
+            for where, rule in self.rules(user)
+            if where in ("", namespace) and name in rule.get("resourceNames", [name])
+        )
 
     def require(self, request: Request, verb: str, kind: Resource, what: str, name: str) -> None:
         """Refuses a request if its user may not do this; what is a resource as RBAC names it."""
         asked = {"verbs": verb, "apiGroups": kind.group, "resources": what}
         if not self.allowed(request.user, request.namespace, name, **asked):
-            user = USERS.get(request.user, request.user)
-            why = f'User "{user}" cannot {verb} resource "{what}" in API group "{kind.group}"'
+            why = f'User "{request.user}" cannot {verb} resource "{what}"'
             raise Refusal(403, f"{kind.called(name)} is forbidden: {why}")
 
     def check_owners(self, request: Request, obj: dict, old: dict | None) -> None:
@@ -758,9 +697,7 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         """The status of a TokenReview or a SubjectAccessReview."""
         if "token" in spec:
             user = self.tokens.get(spec["token"])
-            if not user:
-                return {"user": {}, "error": "invalid bearer token"}
-            return {"authenticated": True, "user": {"username": USERS.get(user, user)}}
+            return {"authenticated": True, "user": {"username": user}} if user else {"user": {}}
         asked = spec["nonResourceAttributes"]
         allowed = self.allowed(spec["user"], verbs=asked["verb"], nonResourceURLs=asked["path"])
         return {"allowed": allowed}
@@ -808,16 +745,17 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         """Whether an object belongs in this list or watch."""
         if not obj or request.namespace not in ("", obj["metadata"].get("namespace")):
             return False
-        return selects(request.query.get("labelSelector", ""), obj["metadata"].get("labels", {}))
+        label, _, value = request.query.get("labelSelector", "").partition("=")
+        return not label or obj["metadata"].get("labels", {}).get(label) == value
 
     def do_get(self, request: Request) -> dict:
         return self.find(request)
 
     def do_list(self, request: Request) -> dict:
-        token = request.query.get("continue")
-        stored = self.objects[request.resource]
-        found = [stored[key] for key in sorted(stored) if self.concerns(request, stored[key])]
-        version, items = self.pages[token] if token else (self.version, found)
+        stored = sorted(self.objects[request.resource].items())
+        found = [obj for _, obj in stored if self.concerns(request, obj)]
+        page = (self.version, found)
+        version, items = self.pages.get(request.query.get("continue"), page)
         metadata = {"resourceVersion": str(version)}
         limit = int(request.query.get("limit", 0))
         if 0 < limit < len(items):
@@ -831,12 +769,12 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         return of | {"metadata": metadata, "items": items}
 
     def do_watch(self, request: Request) -> Iterator[dict]:
-        version = int(request.query.get("resourceVersion", 0))
-        if version and version < self.oldest:
+        version = int(request.query["resourceVersion"])
+        if version < self.oldest:
             refusal = Refusal(410, f"too old resource version: {version}")
             return iter([{"type": "ERROR", "object": refusal.status}])
-        seconds = float(request.query.get("timeoutSeconds", 1800))
-        return self.follow(request, version or self.version, self.epoch, seconds)
+        seconds = float(request.query["timeoutSeconds"])
+        return self.follow(request, version, self.epoch, seconds)
 
     def follow(self, request: Request, version: int, epoch: int, seconds: float) -> Iterator[dict]:
         """The events after a version, until the requested timeout or the end of the epoch."""
@@ -846,16 +784,13 @@ class ApiServer(Client, contextlib.AbstractContextManager):
             bookmark_at = time.monotonic() + self.bookmark_seconds
         while time.monotonic() < deadline and self.epoch == epoch:
             with self.changed:
-                until = min(deadline, bookmark_at) - time.monotonic()
                 if self.version <= version and self.epoch == epoch:
-                    self.changed.wait(max(0.0, min(1.0, until)))
+                    self.changed.wait(min(deadline, bookmark_at) - time.monotonic())
                 events = self.events(request, version)
                 version = max(version, self.version)
                 if time.monotonic() >= bookmark_at and version == self.version:
                     bookmark_at = time.monotonic() + self.bookmark_seconds
-                    of = {"kind": request.kind.kind, "apiVersion": request.kind.api_version}
-                    bookmark = of | {"metadata": {"resourceVersion": str(version)}}
-                    events.append(("BOOKMARK", bookmark))
+                    events.append(("BOOKMARK", {"metadata": {"resourceVersion": str(version)}}))
             for name, obj in events:
                 yield {"type": name, "object": obj}
 
@@ -865,7 +800,7 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         log = self.log[request.resource]
         for change in log[bisect.bisect_right(log, since, key=lambda change: change.version) :]:
             was = self.concerns(request, change.old)
-            if change.type != "DELETED" and self.concerns(request, change.obj):
+            if self.concerns(request, change.obj):
                 found.append(("MODIFIED" if was else "ADDED", change.obj))
             elif was:
                 meta = change.old["metadata"] | {"resourceVersion": str(change.version)}
@@ -887,12 +822,9 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         meta |= {"uid": str(uuid.uuid4()), "creationTimestamp": now()}
         if kind.namespaced:
             meta["namespace"] = request.namespace
-        if kind.status:
-            meta["generation"] = 1
-            obj.pop("status", None)
-        if kind.plural in NEW:
-            obj["status"] = NEW[kind.plural]
-        return self.commit(request, "ADDED", self.admit(request, obj, None), None)
+        meta["generation"] = 1
+        obj.pop("status", None)
+        return self.save(request, self.admit(request, obj, None), None)
 
     def do_update(self, request: Request, obj: dict) -> dict:
         """Replaces an object of a known version; without a version, creates a Lease."""
@@ -918,16 +850,13 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         if request.subresource:
             new = old | {"status": new.get("status", {})}
         else:
-            fixed = {name: before[name] for name in IMMUTABLE if name in before}
-            new = new | {"metadata": given | fixed}
-            if request.kind.status and "status" in old:
+            new = new | {"metadata": given | {name: before[name] for name in FIXED}}
+            if "status" in old:
                 new["status"] = old["status"]
         new = self.admit(request, copy(new), old)
-        meta = new["metadata"]
-        if "generation" in meta and new["spec"] != old["spec"]:
-            meta["generation"] += 1
-        gone = "deletionTimestamp" in meta and not meta.get("finalizers")
-        return self.commit(request, "DELETED" if gone else "MODIFIED", new, old)
+        if new.get("spec") != old.get("spec"):
+            new["metadata"]["generation"] += 1
+        return self.save(request, new, old)
 
     def admit(self, request: Request, obj: dict, old: dict | None) -> dict:
         """The object to store: changed by webhooks, with defaults, validated."""
@@ -937,35 +866,34 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         obj = {"apiVersion": kind.api_version, "kind": kind.kind} | obj
         if kind.schema and self.validate:
             causes: list[str] = []
-            unknown: list[str] = []
-            obj = check(kind.schema, obj, "", causes, unknown)
-            if unknown and request.query.get("fieldValidation") == "Strict":
-                raise Refusal(400, ", ".join(f'unknown field "{name}"' for name in unknown))
+            obj = check(kind.schema, obj, "", causes)
             if causes:
                 raise Refusal(422, f"{kind.called(request.name)} is invalid: {'; '.join(causes)}")
         if kind.plural == "daemonsets":
             default_daemonset(obj)
             count_template(obj, old)
-        if kind.plural == "pods":
-            obj["spec"] = default_pod(obj["spec"])
         self.check_owners(request, obj, old)
         return obj
 
-    def commit(self, request: Request, kind: str, obj: dict, old: dict | None) -> dict:
-        """Stores a change, if it is one, under the next version and wakes the watches."""
-        if (kind == "MODIFIED" and obj == old) or "dryRun" in request.query:
+    def save(self, request: Request, obj: dict, old: dict | None) -> dict:
+        """Stores what a request has made of an object, with its writer, unless it is a dry run."""
+        if obj == old or "dryRun" in request.query:
             return obj
+        known = old["metadata"]["managedFields"] if old else []
+        writer = {"manager": request.manager, "subresource": request.subresource}
+        others = [entry for entry in known if not writer.items() <= entry.items()]
+        writers = {"managedFields": [*others, writer | {"time": now()}]}
+        return self.store(obj | {"metadata": obj["metadata"] | writers}, old)
+
+    def store(self, obj: dict, old: dict | None, is_deleted: bool = False) -> dict:
+        """Stores an object under the next version, or deletes it, and wakes the watches."""
+        plural = self.kind_of(obj).plural
         self.version += 1
-        stamp = {"resourceVersion": str(self.version), "managedFields": last_writers(request, old)}
-        obj = obj | {"metadata": obj["metadata"] | stamp}
-        key = (obj["metadata"].get("namespace", ""), obj["metadata"]["name"])
-        self.objects[request.resource][key] = obj
-        if request.resource == "customresourcedefinitions":
-            custom = resource_of(obj)
-            self.resources[custom.plural] = custom
-        if kind == "DELETED":
-            del self.objects[request.resource][key]
-        self.log[request.resource].append(Change(self.version, kind, obj, old))
+        obj = obj | {"metadata": obj["metadata"] | {"resourceVersion": str(self.version)}}
+        self.objects[plural][sked.key_of(obj)] = obj
+        if is_deleted:
+            del self.objects[plural][sked.key_of(obj)]
+        self.log[plural].append(Change(self.version, None if is_deleted else obj, old))
         self.changed.notify_all()
         return obj
 
@@ -973,75 +901,46 @@ class ApiServer(Client, contextlib.AbstractContextManager):
 
     def do_delete(self, request: Request, options: dict) -> dict:
         obj = self.find(request)
-        in_foreground = options.get("propagationPolicy") == "Foreground"
-        self.remove(obj, options.get("gracePeriodSeconds") == 0, in_foreground)
+        if request.resource == CRD[0]:
+            for custom in list(self.objects[resource_of(obj).plural].values()):
+                self.drop(custom)
+        self.remove(obj, options.get("propagationPolicy") == "Foreground")
         return obj
 
-    def remove(self, obj: dict, at_once: bool = False, in_foreground: bool = False) -> None:
+    def drop(self, obj: dict) -> None:
+        self.store(obj, obj, is_deleted=True)
+
+    def remove(self, obj: dict, in_foreground: bool = False) -> None:
         """Deletes an object, or marks it if it waits for finalizers, what it owns, or a kubelet."""
         meta = obj["metadata"]
-        request = Request("DELETE", "", "", kind=self.kind_of(obj))
         finalizers = meta.get("finalizers", []) + [FOREGROUND] * in_foreground
-        is_graceful = obj["kind"] == "Pod" and self.graceful and not at_once
-        if not finalizers and not is_graceful:
-            self.commit(request, "DELETED", obj, obj)
-            if obj["kind"] == "CustomResourceDefinition":
-                plural = resource_of(obj).plural
-                for custom in list(self.objects[plural].values()):
-                    self.remove(custom)
-                del self.resources[plural]
+        if not finalizers and obj["kind"] != "Pod":
+            self.drop(obj)
         elif "deletionTimestamp" not in meta:
-            mark = {"deletionTimestamp": now()}
-            mark |= {"finalizers": finalizers} if finalizers else {}
-            self.commit(request, "MODIFIED", obj | {"metadata": meta | mark}, obj)
+            mark = {"deletionTimestamp": now(), "finalizers": finalizers}
+            self.store(obj | {"metadata": meta | mark}, obj)
 
     def collect_garbage(self) -> None:
-        """Runs in the background: deletes what has lost its owners."""
-        seen = 0
-        while not self.stopping.wait(0.05):
-            with self.surviving("the garbage collector"), self.changed:
-                if self.collect and self.version != seen:
-                    seen = self.version
-                    self.collect_once()
-
-    def collect_once(self) -> None:
+        """Deletes what has lost its owners."""
+        if not self.collect:
+            return
         stored = [obj for objs in self.objects.values() for obj in objs.values()]
-        by_uid = {obj["metadata"]["uid"]: obj for obj in stored}
-        references = [ref for obj in stored for ref in obj["metadata"].get("ownerReferences", [])]
-        busy = {ref["uid"] for ref in references}  # these own something
-        for uid, obj in by_uid.items():
-            owners = [by_uid.get(ref["uid"]) for ref in obj["metadata"].get("ownerReferences", [])]
-            if is_going_in_foreground(obj) and uid not in busy:
-                self.release(obj)
-            elif owners and all(owner is None or is_going_in_foreground(owner) for owner in owners):
-                self.remove(obj, in_foreground=any(owners) and uid in busy)
-
-    def release(self, obj: dict) -> None:
-        """Ends an object's foreground deletion."""
-        meta = obj["metadata"]
-        kept = [name for name in meta["finalizers"] if name != FOREGROUND]
-        freed = obj | {"metadata": meta | {"finalizers": kept}}
-        request = Request("PATCH", "", "", kind=self.kind_of(obj))
-        self.commit(request, "MODIFIED" if kept else "DELETED", freed, obj)
+        metas = [obj["metadata"] for obj in stored]
+        leaving = {meta["uid"] for meta in metas if FOREGROUND in meta.get("finalizers", ())}
+        staying = {meta["uid"] for meta in metas} - leaving
+        owned = [{ref["uid"] for ref in meta.get("ownerReferences", ())} for meta in metas]
+        for obj, owners in zip(stored, owned, strict=True):
+            uid = obj["metadata"]["uid"]
+            if uid in leaving and not any(uid in others for others in owned):
+                self.drop(obj)
+            elif owners and not owners & staying:
+                self.remove(obj)
 
 
-def is_going_in_foreground(obj: dict) -> bool:
-    meta = obj["metadata"]
-    return "deletionTimestamp" in meta and FOREGROUND in meta.get("finalizers", ())
+SKED = {"kind": "ServiceAccount", "namespace": "sked-system", "name": "sked-controller-manager"}
 
 
-USERS = {"sked": "system:serviceaccount:sked-system:sked-controller-manager"}  # RBAC's names
-
-
-def subject_name(subject: dict) -> str:
-    if subject["kind"] == "ServiceAccount":
-        return f"system:serviceaccount:{subject.get('namespace')}:{subject['name']}"
-    return subject["name"]
-
-
-def write_kubeconfig(
-    path: Path, current: str | None, clusters: dict[str, dict], credentials: dict
-) -> Path:
+def write_kubeconfig(path: Path, current: str | None, clusters: dict, credentials: dict) -> Path:
     """Writes a kubeconfig with a context for each cluster."""
     kubeconfig = {
         "current-context": current,
@@ -1065,17 +964,6 @@ class HttpServer(http.server.ThreadingHTTPServer):
         self.api = api
         super().__init__(("127.0.0.1", api.port), HttpHandler)
 
-    def finish_request(self, request: socket.socket, client_address: Any) -> None:
-        """Runs in the connection's own thread, so no handshake delays another."""
-        if self.api.tls:
-            request = self.api.tls.wrap_socket(request, server_side=True)
-        self.api.connections.add(request)
-        try:
-            super().finish_request(request, client_address)
-        finally:
-            self.api.connections.discard(request)
-            request.close()
-
     def handle_error(self, *about: Any) -> None:
         """Reports bugs only, not clients that hang up or do not trust us."""
         if not isinstance(sys.exc_info()[1], OSError):
@@ -1085,100 +973,84 @@ class HttpServer(http.server.ThreadingHTTPServer):
 class HttpHandler(http.server.BaseHTTPRequestHandler):
     """HTTP for an ApiServer; faults happen here."""
 
-    server: HttpServer
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
-    wbufsize = -1  # headers and body in one packet
+
+    def setup(self) -> None:
+        """Runs in the connection's own thread, so no handshake delays another."""
+        self.api = self.server.api
+        if self.api.tls:
+            self.request = self.api.tls.wrap_socket(self.request, server_side=True)
+        self.api.connections.add(self.request)
+        super().setup()
+
+    def finish(self) -> None:
+        self.api.connections.discard(self.request)
+        super().finish()
+        self.request.close()
 
     def respond(self) -> None:
         """Does what is asked and answers, unless a fault interferes."""
-        api = self.server.api
         length = int(self.headers.get("Content-Length", 0))
         body = self.rfile.read(length)
         if len(body) < length:  # the client was killed
             self.close_connection = True
             return
-        fault = api.next_fault(self.command, self.path) or Fault("", "", action="none")
-        api.thawed.wait()
-        fault.over.wait(fault.seconds)
-        if fault.action in ("hang", "drop", "error", "garbage"):
-            status, content = self.misbehave(fault)
-        else:
-            status, content = self.obey(body)
-        api.thawed.wait()
+        fault = self.api.next_fault(self.command, self.path)
+        self.api.thawed.wait()
+        try:
+            status, content = self.obey(body, fault)
+        except Refusal as refusal:
+            status, content = refusal.code, refusal.status
+        if fault.action == "hang":
+            fault.over.wait()
         if fault.action in ("hang", "drop", "lose"):
             self.close_connection = True
-        elif isinstance(content, Iterator):
-            self.stream(content, fault)
         else:
-            self.answer(status, content, fault)
+            events = content if isinstance(content, Iterator) else iter([content])
+            self.answer(status, events, fault)
 
     do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = respond
 
-    def misbehave(self, fault: Fault) -> tuple[int, Any]:
-        """A fault's answer; the request is not executed."""
-        api = self.server.api
-        request = api.parse(self.command, self.path, api.tokens.get(self.token, ""))
-        api.requests.append(request)
-        if fault.action == "garbage":
-            return 200, "<html>this is not JSON</html>"
-        if fault.action == "hang":
-            fault.over.wait()
-        if fault.action == "error":
-            request.status = fault.status
-        return fault.status, Refusal(fault.status, "a fault").status
+    def obey(self, body: bytes, fault: Fault) -> tuple[int, Any]:
+        """The answer's status and content, unless it is a refusal."""
+        token = self.headers.get("Authorization", "").partition(" ")[2]
+        certificate = self.request.getpeercert() if self.api.tls else None
+        user = self.api.authenticate(token, certificate)
+        request = self.api.parse(self.command, self.path, user, self.headers["User-Agent"])
+        if fault.action in ("hang", "drop", "error", "garbage"):  # it does nothing
+            self.api.requests.append(request)
+            request.status = fault.status if fault.action == "error" else 0
+            if fault.action == "garbage":
+                return 200, "<html>this is not JSON</html>"
+            raise Refusal(fault.status, "a fault")
+        if self.command == "PATCH" and "merge-patch+json" not in self.headers["Content-Type"]:
+            raise Refusal(415, "this stand-in for an API server takes JSON merge patches only")
+        content = self.api.serve(request, json.loads(body or "{}"))
+        return request.status, content
 
-    def obey(self, body: bytes) -> tuple[int, Any]:
-        api = self.server.api
-        try:
-            user = api.authenticate(self.token, self.connection.getpeercert() if api.tls else None)
-            request = api.parse(self.command, self.path, user, self.headers.get("User-Agent", ""))
-            if self.command == "PATCH" and "merge-patch+json" not in self.headers["Content-Type"]:
-                raise Refusal(415, "this stand-in for an API server takes JSON merge patches only")
-            content = api.serve(request, json.loads(body or "{}"))
-            return request.status, content
-        except Refusal as refusal:
-            return refusal.code, refusal.status
-        except Exception as error:
-            api.report_bug(f"{self.command} {self.path}")
-            words = f"this stand-in for an API server has a bug here: {error!r}"
-            return 500, Refusal(500, words).status
-
-    @property
-    def token(self) -> str:
-        return self.headers.get("Authorization", "").partition(" ")[2]
-
-    def answer(self, status: int, content: Any, fault: Fault) -> None:
-        text = content if isinstance(content, str) else json.dumps(content)
-        data = text.encode()
-        self.start(status, {"Content-Length": str(len(data))})
-        self.send(data, fault)
-
-    def stream(self, events: Iterator[dict], fault: Fault) -> None:
-        """Sends the events of a watch, each as a line in its own chunk."""
-        self.start(200, {"Transfer-Encoding": "chunked"})
-        self.wfile.flush()
+    def answer(self, status: int, events: Iterator[Any], fault: Fault) -> None:
+        """Sends an object or the events of a watch, each as a line in its own chunk."""
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
         for event in events:
-            self.server.api.thawed.wait()
-            line = json.dumps(event).encode() + b"\n"
+            self.api.thawed.wait()
+            text = event if isinstance(event, str) else json.dumps(event)
+            line = text.encode() + b"\n"
             self.send(b"%x\r\n%s\r\n" % (len(line), line), fault)
         self.send(b"0\r\n\r\n", fault)
 
-    def start(self, status: int, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for name, value in ({"Content-Type": "application/json"} | headers).items():
-            self.send_header(name, value)
-        self.end_headers()
-
     def send(self, data: bytes, fault: Fault) -> None:
         """Sends the data, or half of it if a fault cuts it short."""
-        cut = fault.action in ("truncate", "stall")
-        self.wfile.write(data[: len(data) // 2] if cut else data)
-        self.wfile.flush()
+        if fault.action not in ("truncate", "stall"):
+            self.wfile.write(data)
+            return
+        self.wfile.write(data[: len(data) // 2])
         if fault.action == "stall":
             fault.over.wait()
-        if cut:
-            raise ConnectionAbortedError("a fault")
+        raise ConnectionAbortedError("a fault")
 
     def log_message(self, *_: object) -> None:
         pass
@@ -1201,17 +1073,13 @@ def authority() -> Path:
 
 
 @functools.cache
-def sign(name: str, extensions: str) -> tuple[Path, Path]:
-    """A new certificate and its key.
-
-    It has no Authority Key Identifier, as on some hosted clusters.
-    """
+def sign(name: str, usage: str = "keyUsage=digitalSignature") -> tuple[Path, Path]:
+    """A new certificate and its key; without Authority Key Identifier, as on some clusters."""
     folder = authority()
-    none = "subjectKeyIdentifier=none\nauthorityKeyIdentifier=none\n"
-    (folder / "extensions").write_text(none + extensions)
-    openssl(folder, f"req -subj /CN={name} {NEW_KEY} -keyout {name}.key -out request")
-    ca = "-CA ca.crt -CAkey ca.key -CAcreateserial"
-    openssl(folder, f"x509 -req -in request {ca} -extfile extensions -out {name}.crt")
+    no_ids = "-addext subjectKeyIdentifier=none -addext authorityKeyIdentifier=none"
+    extensions = f"-addext basicConstraints=CA:false {no_ids} -addext {usage}"
+    ca = f"-CA ca.crt -CAkey ca.key {extensions}"
+    openssl(folder, f"req -x509 -subj /CN={name} {NEW_KEY} {ca} -keyout {name}.key -out {name}.crt")
     return folder / f"{name}.crt", folder / f"{name}.key"
 
 
@@ -1220,15 +1088,8 @@ def serving_tls() -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*sign("kube-apiserver", "subjectAltName=IP:127.0.0.1"))
     context.load_verify_locations(authority() / "ca.crt")
-    context.verify_flags &= ~ssl.VERIFY_X509_STRICT
     context.verify_mode = ssl.CERT_OPTIONAL
     return context
-
-
-def client_certificate(user: str) -> dict:
-    """A kubeconfig's entry for a user with a client certificate."""
-    certificate, key = sign(user, "extendedKeyUsage=clientAuth")
-    return {"client-certificate-data": encoded(certificate), "client-key-data": encoded(key)}
 
 
 def encoded(path: Path) -> str:
@@ -1256,21 +1117,15 @@ def fits(pod: dict, node: dict) -> bool:
 
 
 def node_of(pod: dict) -> str:
-    """The node that the DaemonSet controller meant a pod for, which may not be bound yet."""
-    return dig(pod["spec"], f"{TERMS}[0].matchFields[0].values[0]")
+    return pod["spec"]["nodeName"]
 
 
-def ready_since(pod: dict) -> str | None:
-    """When a pod became ready; None if it is not, or is being deleted."""
+def ready_seconds(pod: dict) -> float:
+    """How long a pod has been ready: less than 0 if it is not, or is being deleted."""
     ready = dig(pod, READY) or {}
     if ready.get("status") != "True" or "deletionTimestamp" in pod["metadata"]:
-        return None
-    return ready["lastTransitionTime"]
-
-
-def revision_of(template: dict) -> str:
-    """A hash of the content, so a rollback has the revision of the earlier template."""
-    return hashlib.sha1(json.dumps(template, sort_keys=True).encode()).hexdigest()[:10]
+        return -1.0
+    return seconds_ago(ready["lastTransitionTime"])
 
 
 class Kubelets:
@@ -1279,19 +1134,17 @@ class Kubelets:
     A pod runs and is ready, with these exceptions. An image with the tag nopull cannot be pulled.
     One with the tag crash crash-loops, and so does a second scheduler on a node: as on a real
     kernel, the first one holds it until it is gone. One with the tag idle runs but attaches
-    nothing, which only a probe notices. Tests set the attributes.
+    nothing, which only a probe notices.
     """
 
     def __init__(self, server: ApiServer) -> None:
         self.server = server
-        self.start_seconds = 0.05
         self.stop_seconds = 0.05
-        self.crash_seconds = (2.0, 4.0, 1.0)  # up, dead, waiting; the last two double each time
+        self.crash_seconds = (2.0, 4.0, 1.0)  # up, dead, waiting; and again
         self.first_seen = {}  # time, by uid and event
         self.steps = {}  # the current step of each pod, by uid
         self.attached = {}  # the node that a pod's scheduler is attached on, by uid
-        server.graceful = True
-        threading.Thread(target=self.run, name="kubelets", daemon=True).start()
+        server.keep_doing(self.play)
 
     def add_node(self, name: str, **labels: str) -> None:
         labels |= {"kubernetes.io/hostname": name}
@@ -1303,61 +1156,44 @@ class Kubelets:
         mine = [pod for pod in pods if dig(pod, ".metadata.labels.name") == daemonset]
         return {node_of(pod): pod | {"kind": "Pod"} for pod in mine}
 
-    def run(self) -> None:
-        """Polls everything, so it needs no notifications and misses nothing."""
-        server = self.server
-        seen = 0
-        look_at = 0.0
-        while not server.stopping.wait(0.03):
-            with server.surviving("the kubelets"), server.changed:
-                pods = list(server.objects["pods"].values())
-                uids = {pod["metadata"]["uid"] for pod in pods}
-                self.attached = {uid: node for uid, node in self.attached.items() if uid in uids}
-                for pod in pods:
-                    with server.surviving(f"the kubelet of pod {pod['metadata']['name']}"):
-                        self.live(pod)
-                if server.version != seen or time.monotonic() >= look_at:
-                    seen = server.version
-                    look_at = time.monotonic() + 0.3  # a pod becomes available just by waiting
-                    self.sync_all()
+    def play(self) -> None:
+        """Looks at everything, so it needs no notifications and misses nothing."""
+        for pod in list(self.server.objects["pods"].values()):
+            self.live(pod)
+        for daemonset in list(self.server.objects["daemonsets"].values()):
+            if "deletionTimestamp" not in daemonset["metadata"]:
+                self.sync(daemonset)
 
     def report(self, obj: dict, status: dict) -> None:
         if merge(obj.get("status"), status) != obj.get("status"):
-            kind = self.server.kind_of(obj)
-            path = kind.path(obj["metadata"]["namespace"], obj["metadata"]["name"], "status")
-            manager = "kubelet" if kind.kind == "Pod" else "kube-controller-manager"
-            self.server.call("PATCH", f"{path}?fieldManager={manager}", {"status": status})
+            plural = self.server.kind_of(obj).plural
+            self.server.patch(plural, *sked.key_of(obj), {"status": status}, "status")
 
     # -- the DaemonSet controller
 
-    def sync_all(self) -> None:
-        pods = collections.defaultdict(dict)  # by the DaemonSet's uid, then by node
-        for pod in self.server.objects["pods"].values():
-            pods[dig(pod, ".metadata.ownerReferences[0].uid")][node_of(pod)] = pod
-        for daemonset in list(self.server.objects["daemonsets"].values()):
-            meta = daemonset["metadata"]
-            if "deletionTimestamp" not in meta:
-                with self.server.surviving(f"the controller of DaemonSet {meta['name']}"):
-                    self.sync(daemonset, pods[meta["uid"]])
-
-    def sync(self, daemonset: dict, pods: dict[str, dict]) -> None:
-        """Syncs one DaemonSet, given its pods by node."""
+    def sync(self, daemonset: dict) -> None:
+        uid = daemonset["metadata"]["uid"]
+        pods = {
+            node_of(pod): pod
+            for pod in self.server.objects["pods"].values()
+            if pod["metadata"]["ownerReferences"][0]["uid"] == uid
+        }
         spec = daemonset["spec"]
-        revision = revision_of(spec["template"])
+        # a hash of the content, so a rollback has the revision of the earlier template
+        content = json.dumps(spec["template"], sort_keys=True)
+        revision = hashlib.sha1(content.encode()).hexdigest()[:10]
         nodes = self.server.objects["nodes"].values()
         wanted = {n["metadata"]["name"] for n in nodes if fits(spec["template"]["spec"], n)}
         mine = wanted & pods.keys()
-        updated = {
-            node
-            for node, pod in pods.items()
-            if pod["metadata"]["labels"]["controller-revision-hash"] == revision
-        }
-        ready = {node: since for node, pod in pods.items() if (since := ready_since(pod))}
+        label = ".metadata.labels.controller-revision-hash"
+        old = {node for node, pod in pods.items() if dig(pod, label) != revision}
         enough = spec.get("minReadySeconds", 0)
-        available = {node for node, since in ready.items() if seconds_ago(since) >= enough}
+        available = {node for node, pod in pods.items() if ready_seconds(pod) >= enough}
         doomed = pods.keys() - wanted
         if spec["updateStrategy"]["type"] == "RollingUpdate":
-            doomed |= outdated(spec, wanted, pods.keys() - updated, available)
+            most = spec["updateStrategy"]["rollingUpdate"]["maxUnavailable"]
+            spare = max(0, most - len(wanted - available))
+            doomed |= (old - available) | set(sorted(old & available)[:spare])
         for node in doomed:
             self.server.remove(pods[node])
         for node in sorted(wanted - pods.keys()):
@@ -1367,33 +1203,23 @@ class Kubelets:
             "desiredNumberScheduled": len(wanted),
             "currentNumberScheduled": len(mine),
             "numberMisscheduled": len(pods) - len(mine),
-            "numberReady": len(mine & ready.keys()),
-            "updatedNumberScheduled": len(mine & updated) or None,
-            "numberAvailable": len(mine & available) or None,
+            "numberReady": sum(ready_seconds(pods[node]) >= 0 for node in mine),
+            "updatedNumberScheduled": len(mine - old) or None,
         }
         self.report(daemonset, status)
 
     def make_pod(self, daemonset: dict, node: str, revision: str) -> None:
         meta = daemonset["metadata"]
         template = daemonset["spec"]["template"]
-        pin = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": [node]}]}
-        required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [pin]}}
-        owner = controller_reference("apps/v1", "DaemonSet", meta["name"], meta["uid"])
+        owner = {"kind": "DaemonSet", "name": meta["name"], "uid": meta["uid"], "controller": True}
         labels = {
             **template["metadata"]["labels"],
             "controller-revision-hash": revision,
             "pod-template-generation": meta["annotations"][TEMPLATE_GENERATION],
         }
-        pod = {
-            "kind": "Pod",
-            "metadata": {
-                "generateName": f"{meta['name']}-",
-                "namespace": meta["namespace"],
-                "labels": labels,
-                "ownerReferences": [owner],
-            },
-            "spec": template["spec"] | {"affinity": {"nodeAffinity": required}},
-        }
+        pod_meta = {"generateName": f"{meta['name']}-", "namespace": meta["namespace"]}
+        pod_meta |= {"labels": labels, "ownerReferences": [owner]}
+        pod = {"kind": "Pod", "metadata": pod_meta, "spec": template["spec"] | {"nodeName": node}}
         with contextlib.suppress(Refusal):  # by a webhook, for now
             self.server.create(pod)
 
@@ -1409,47 +1235,31 @@ class Kubelets:
         uid = pod["metadata"]["uid"]
         if "deletionTimestamp" in pod["metadata"]:
             if self.since(pod, "end") >= self.stop_seconds:
-                self.server.remove(pod, at_once=True)
-            return
-        seconds = self.since(pod, "birth") - self.start_seconds
-        if seconds >= 0 and uid not in self.attached:
-            step = self.step(pod, seconds)
+                self.server.drop(pod)
+                self.attached.pop(uid, None)
+        elif uid not in self.attached:
+            step = self.step(pod, self.since(pod, "birth"))
             if self.steps.get(uid) != step:
                 self.steps[uid] = step
-                self.take(pod, *step)
+                containers = [container_status(pod, c, *step) for c in pod["spec"]["containers"]]
+                is_ready = all(container["ready"] for container in containers)
+                ready = {"type": "Ready", "status": str(is_ready), "lastTransitionTime": now()}
+                self.report(pod, {"conditions": [ready], "containerStatuses": containers})
 
     def step(self, pod: dict, seconds: float) -> tuple[str, int]:
         """What a pod does after this many seconds, and how often its container has restarted."""
         tag = tag_of(pod)
         if tag == "nopull":
             return "nopull", 0
-        if tag == "idle" and len(pod["spec"]["containers"]) == 1:
-            return "attached", 0  # nobody can tell without a probe
         up, dead, waiting = self.crash_seconds
-        count = 0
-        while seconds >= up + (pause := (dead + waiting) * 2**count):
-            seconds -= up + pause
-            count += 1
+        count, seconds = divmod(seconds, up + dead + waiting)
         is_free = node_of(pod) not in self.attached.values()
         if tag not in FINAL_MESSAGES and is_free:
             self.attached[pod["metadata"]["uid"]] = node_of(pod)
-            return "attached", count
+            return "attached", int(count)
         if seconds < up:
-            return "up", count
-        return "dead" if seconds < up + pause - waiting else "waiting", count
-
-    def take(self, pod: dict, step: str, restarts: int) -> None:
-        """Reports a step as the scheduler and the kubelet do."""
-        key = (pod["metadata"]["namespace"], pod["metadata"]["name"])
-        self.server.patch("pods", *key, {"spec": {"nodeName": node_of(pod)}})
-        containers = [
-            container_status(pod, container, step, restarts)
-            for container in pod["spec"]["containers"]
-        ]
-        status = str(all(container["ready"] for container in containers))
-        ready = {"type": "Ready", "status": status, "lastTransitionTime": now()}
-        phase = "Pending" if step == "nopull" else "Running"
-        self.report(pod, {"phase": phase, "conditions": [ready], "containerStatuses": containers})
+            return "up", int(count)
+        return "dead" if seconds < up + dead else "waiting", int(count)
 
 
 FINAL_MESSAGES = {  # of a container that fails, by the tag of the image
@@ -1469,37 +1279,22 @@ def container_status(pod: dict, container: dict, step: str, restarts: int) -> di
     died = {"exitCode": 1, "reason": "Error", "startedAt": now(2), "finishedAt": now()}
     if name == "probe" or container["terminationMessagePolicy"] == "FallbackToLogsOnError":
         died["message"] = FINAL_MESSAGES.get(tag_of(pod), "Device or resource busy")
-    running = {"running": {"startedAt": now()}}
-    missing = f'failed to resolve reference "{image}": {image}: not found'
-    pull = f'Back-off pulling image "{image}": ErrImagePull: {missing}'
-    pause = f"back-off {10 * 2**restarts}s restarting failed container={name}"
     states = {
-        "nopull": {"waiting": {"reason": "ImagePullBackOff", "message": pull}},
-        "attached": running,
-        "up": running,
+        "nopull": {"waiting": {"reason": "ImagePullBackOff", "message": f"{image}: not found"}},
         "dead": {"terminated": died},
-        "waiting": {"waiting": {"reason": "CrashLoopBackOff", "message": pause}},
+        "waiting": {"waiting": {"reason": "CrashLoopBackOff"}},
     }
-    state = states[step] if is_culprit else running
+    state = states.get(step if is_culprit else "up", {"running": {"startedAt": now()}})
     last = is_culprit and (restarts or step == "waiting")
     # a probe becomes ready when it finds a scheduler attached
     found = step == "attached" or name != "probe"
     return {
         "name": name,
-        "image": image,
-        "imageID": "",
         "restartCount": restarts if is_culprit else 0,
         "ready": "running" in state and found,
         "state": state,
         "lastState": {"terminated": died} if last else {},
     }
-
-
-def outdated(spec: dict, wanted: set, old: set, available: set) -> set[str]:
-    """The nodes whose old pod a rolling update deletes now."""
-    most = spec["updateStrategy"]["rollingUpdate"]["maxUnavailable"]
-    spare = max(0, most - len(wanted - available))
-    return (old - available) | set(sorted(old & available)[:spare])
 
 
 # ---------------------------------------------------------------- the cluster and the operator
@@ -1533,14 +1328,12 @@ class Cluster(Client):
     def install(self) -> None:
         """Applies install.yaml to a real cluster."""
         for obj in installed():
-            self.apply(obj)
-        eventually(self.serves_schedexts)
-
-    def serves_schedexts(self) -> bool:
-        with contextlib.suppress(Refusal):  # a new CRD takes a moment
-            self.list("schedexts")
-            return True
-        return False
+            try:
+                self.create(obj)
+            except Refusal:  # it is there
+                self.patch(self.kind_of(obj).plural, *sked.key_of(obj), obj)
+        established = '.status.conditions[?(@.type=="Established")].status'
+        eventually(lambda: dig(self.get(*CRD), established), "True")
 
     def operator_kubeconfig(self, folder: Path) -> Path:
         """A kubeconfig with the permissions of the operator's service account."""
@@ -1556,15 +1349,6 @@ class Cluster(Client):
         path.write_text(yaml.safe_dump(kubeconfig))
         return path
 
-    def apply(self, obj: dict) -> None:
-        try:
-            self.create(obj)
-        except Refusal as refusal:
-            if refusal.code != 409:
-                raise
-            meta = obj["metadata"]
-            self.patch(self.kind_of(obj).plural, meta.get("namespace", ""), meta["name"], obj)
-
 
 def connect(kubeconfig: Path | str | None) -> sked.Api:
     path = str(kubeconfig) if kubeconfig else None
@@ -1574,17 +1358,10 @@ def connect(kubeconfig: Path | str | None) -> sked.Api:
 class OperatorProcess(contextlib.AbstractContextManager):
     """sked.py in a process of its own."""
 
-    def __init__(
-        self,
-        kubeconfig: Path | str,
-        *args: str,
-        program: tuple[str, ...] = ("sked.py",),
-        port: int = 0,
-    ) -> None:
-        self.port = port  # of its health endpoint, if any
-        self.log = Path(kubeconfig).with_name(f"{uuid.uuid4()}.log")
-        address = f"127.0.0.1:{port}" if port else "0"
-        flags = [f"--kubeconfig={kubeconfig}", f"--health-probe-bind-address={address}"]
+    def __init__(self, kubeconfig: Path, *args: str, program: Iterable[str] = ("sked.py",)) -> None:
+        self.port = free_port()  # of its health endpoint
+        self.log = kubeconfig.with_name(f"{uuid.uuid4()}.log")
+        flags = [f"--kubeconfig={kubeconfig}", f"--health-probe-bind-address=127.0.0.1:{self.port}"]
         command = [sys.executable, *program, *flags, *args]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, cwd=HERE, stdout=log, stderr=log)
@@ -1738,8 +1515,7 @@ def replica(server: ApiServer) -> Iterator[Callable]:
 
         def begin(namespace: str, user: str = "other") -> OperatorProcess:
             flags = ("--leader-elect", f"--leader-election-namespace={namespace}")
-            kubeconfig = server.kubeconfig(user)
-            process = OperatorProcess(kubeconfig, *flags, program=("-c", HASTY), port=free_port())
+            process = OperatorProcess(server.kubeconfig(user), *flags, program=("-c", HASTY))
             return stack.enter_context(process)
 
         yield begin
@@ -1793,7 +1569,8 @@ def daemonset(name: str, namespace: str, owner_uid: str = "") -> dict:
     """The DaemonSet that the Go operator makes of a SchedExt, as a literal."""
     meta: dict = {"name": name, "namespace": namespace, "labels": {"managed-by": "sked-controller"}}
     if owner_uid:
-        owner = controller_reference("sked.schedkit.io/v1", "SchedExt", name, owner_uid)
+        owner = {"apiVersion": "sked.schedkit.io/v1", "kind": "SchedExt", "name": name}
+        owner |= {"uid": owner_uid, "controller": True, "blockOwnerDeletion": True}
         meta["ownerReferences"] = [owner]
     return {
         "apiVersion": "apps/v1",
@@ -1846,15 +1623,13 @@ def listens(port: int) -> bool:
     return False
 
 
-def ask(
-    port: int, path: str, method: str = "GET", token: str = "", tls: bool = False
-) -> tuple[int, str, Any]:
-    """The answer's status, body and headers."""
+def ask(port: int, path: str, token: str = "", tls: bool = False) -> tuple[int, str]:
+    """The answer's status and body."""
     url = f"{'https' if tls else 'http'}://127.0.0.1:{port}{path}"
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     with urllib3.PoolManager(cert_reqs="CERT_NONE", retries=False, timeout=60) as pool:
-        response = pool.request(method, url, headers=headers)
-        return response.status, response.data.decode(), response.headers
+        response = pool.request("GET", url, headers=headers)
+        return response.status, response.data.decode()
 
 
 # ---------------------------------------------------------------- shared by the tests
@@ -1916,9 +1691,8 @@ class World:
     def stop(self) -> None:
         if self.operator:
             self.operator.stop.set()
-        eventually(
-            lambda: [t for t in threading.enumerate() if t.name.startswith("worker-")], nothing
-        )
+        workers = {f"worker-{n}" for n in range(sked.WORKERS)}
+        eventually(lambda: workers & {thread.name for thread in threading.enumerate()}, nothing)
 
     def restart(self) -> list[str]:
         """Restarts sked; returns what it writes until it has reconciled every SchedExt."""
@@ -1997,7 +1771,7 @@ class World:
 
     def history(self) -> list[dict]:
         """Every state of x that had a status."""
-        objs = [change.obj for change in list(self.api.log["schedexts"])]
+        objs = [change.obj for change in list(self.api.log["schedexts"]) if change.obj]
         return [obj for obj in objs if obj["metadata"]["name"] == "x" and dig(obj, READY)]
 
     def messages(self) -> list[str]:
@@ -2149,7 +1923,7 @@ def test_a_rotated_token_is_read_again(in_pod, secure, monkeypatch):
 def test_a_renewed_ca_is_read_again(secure):
     kubeconfig = secure.kubeconfig("sked")
     renewed = kubeconfig.read_text()
-    other = encoded(sign("other", "")[0])
+    other = encoded(sign("other")[0])
     kubeconfig.write_text(renewed.replace(encoded(authority() / "ca.crt"), other))
     api = connect(kubeconfig)
     assert call_fails(api, "self-signed")
@@ -4537,7 +4311,7 @@ def test_an_operator_ends_if_it_is_stopped_before_its_caches_are_filled(server):
 
 def test_repeated_kills_leave_exactly_one_daemonset_per_schedext(server):
     made = {f"scx-{n}": server.create(schedext(f"scx-{n}"))["metadata"]["uid"] for n in range(60)}
-    server.fault("POST", "/daemonsets", None, "slow", seconds=0.03)
+    server.webhook = admission("create daemonsets", lambda obj: time.sleep(0.03) or obj)
     for enough in (1, 20, 40, 60):
         with OperatorProcess(server.kubeconfig("sked")) as operator:
             eventually(lambda: len(images(server)), at_least(enough))
@@ -4639,7 +4413,7 @@ def test_a_killed_or_frozen_leader_is_replaced_when_its_lease_expires_and_writes
     eventually(lambda: len(images(server)), 20)
     assert leaders[1].stop(signal.SIGCONT) == 1
     assert "another replica may lead now" in leaders[1].lines[-1]
-    assert server.writes(taken, "other", leases=True) == []
+    assert server.writes(taken, "other") == []
 
 
 def test_a_leader_survives_one_failed_renewal_and_exits_after_many(server, replica):
@@ -5300,7 +5074,7 @@ def test_the_operator_uses_each_of_its_permissions(world, server):
     implied = {"update schedexts/finalizers", "delete daemonsets", "create leases"}
     granted = {
         f"{verb} {what}"
-        for _, rule in server.rules(USERS["sked"])
+        for _, rule in server.rules("sked")
         for what in rule["resources"]
         for verb in rule["verbs"]
     }
@@ -5385,7 +5159,7 @@ def test_the_version_is_the_same_everywhere():
 @pytest.mark.parametrize("obj", EXAMPLES, ids=lambda obj: obj["metadata"]["name"])
 def test_every_schedext_in_the_readme_passes_the_schema_and_makes_a_daemonset(obj):
     wrong: list[str] = []
-    check(SCHEMA, obj, "", wrong, wrong)
+    check(SCHEMA, obj, "", wrong)
     assert wrong == []
     assert sked.build_daemonset(obj, EXAMPLES)
 
@@ -5582,8 +5356,6 @@ def test_with_an_old_python_this_file_ends_with_one_sentence():
 
 DEMO_SECONDS = 3  # how long a pod has to stay up, instead of 10 s
 NODES_OF_THE_DEMO = ("worker-1", "worker-2", "worker-3")
-WIDTH = 98
-DRIFT = "DriftUndone"
 COLOURS = {"AllReady": 32, "Suspended": 32, "RollingOut": 33}  # red: all others
 
 
@@ -5594,15 +5366,14 @@ class Demo:
         self.server = server
         self.words_per_second = words_per_second  # how fast people read
 
-    def show(self, text: str = "", colour: int = 0) -> None:
+    def show(self, text: str, colour: int = 0) -> None:
         in_colour = colour and sys.stdout.isatty()
         print(f"\033[{colour}m{text}\033[0m" if in_colour else text, flush=True)
 
     def say(self, who: str, text: str, colour: int = 0) -> None:
         """Prints a paragraph after a label; waits until what is not of sked has been read."""
-        label, margin = f"  {who:6}", " " * 8
-        options = {"initial_indent": label, "subsequent_indent": margin, "break_on_hyphens": False}
-        self.show(textwrap.fill(text, WIDTH, **options), colour)
+        lines = textwrap.wrap(text, 90, break_on_hyphens=False)
+        self.show(f"  {who:6}" + f"\n{' ' * 8}".join(lines), colour)
         if who in ("you", "why"):
             self.pause(len(text.split()))
 
@@ -5611,13 +5382,11 @@ class Demo:
         time.sleep(words / self.words_per_second)
 
     def act(self, title: str) -> None:
-        self.show()
-        self.show(title, 1)
+        self.show(f"\n{title}", 1)
 
     def create(self, reason: str, name: str, **spec: Any) -> None:
         obj = schedext(name, **spec)
-        for line in yaml.safe_dump(obj, sort_keys=False).splitlines():
-            self.show(f"        {line}")
+        self.show(textwrap.indent(yaml.safe_dump(obj, sort_keys=False).strip(), " " * 8))
         self.server.create(obj)
         self.follow(name, reason)
 
@@ -5644,12 +5413,11 @@ class Demo:
 
     def pods(self) -> None:
         """Prints what runs on each node, and for how long."""
-        for node in NODES_OF_THE_DEMO:
-            for pod in self.server.list("pods", "default"):
-                if node_of(pod) == node and "deletionTimestamp" not in pod["metadata"]:
-                    image = pod["spec"]["containers"][0]["image"].rpartition("/")[2]
-                    age = int(seconds_ago(pod["metadata"]["creationTimestamp"]))
-                    self.say("node", f"{node}  {image:18} pod of {age} s")
+        for pod in sorted(self.server.list("pods", "default"), key=node_of):
+            if "deletionTimestamp" not in pod["metadata"]:
+                image = pod["spec"]["containers"][0]["image"].rpartition("/")[2]
+                age = int(seconds_ago(pod["metadata"]["creationTimestamp"]))
+                self.show(f"  node  {node_of(pod)}  {image:18} pod of {age} s")
         self.pause(10)
 
     def run(self) -> None:
@@ -5694,7 +5462,14 @@ class Demo:
 
         self.act("6. Somebody edits the DaemonSet")
         self.say("you", "set another image in the DaemonSet itself, with kubectl edit:")
-        self.edit_daemonset("evil/image:1")
+        containers = pod_spec(self.server.get("daemonsets", "default", "scx-rusty"))["containers"]
+        containers[0]["image"] = "evil/image:1"
+        path = BUILT_IN["daemonsets"].path("default", "scx-rusty")
+        edit = in_template(containers=containers)
+        self.server.call("PATCH", f"{path}?fieldManager=kubectl-edit", edit)
+        said = eventually(lambda: drift_events(self.server))
+        self.say("sked", f"DriftUndone: {said[0]}", 33)
+        self.say("", f"The image is {images(self.server)['scx-rusty']} again.")
         self.say("why", "What runs privileged on your nodes is what the SchedExt says.")
 
         self.act("7. The off switch")
@@ -5703,43 +5478,6 @@ class Demo:
         self.pods()
         self.say("why", "The nodes are back on the kernel's own scheduler. And on again:")
         self.edit("AllReady", suspend=False)
-
-    def edit_daemonset(self, image: str) -> None:
-        """Edits the DaemonSet as kubectl edit does; prints the event of sked's repair."""
-        made = self.server.get("daemonsets", "default", "scx-rusty")
-        containers = pod_spec(made)["containers"]
-        containers[0]["image"] = image
-        path = BUILT_IN["daemonsets"].path("default", "scx-rusty")
-        edit = in_template(containers=containers)
-        self.server.call("PATCH", f"{path}?fieldManager=kubectl-edit", edit)
-        eventually(lambda: self.server.list("events"), lambda events: DRIFT in str(events))
-        [event] = [e for e in self.server.list("events") if e["reason"] == DRIFT]
-        self.say("sked", f"{DRIFT}: {event['message']}", 33)
-        self.say("", f"The image is {images(self.server)['scx-rusty']} again.")
-
-
-ENDS = (signal.SIGINT, signal.SIGTERM)
-
-
-def interrupt(*_: object) -> None:
-    """Ends the demo; a second Ctrl-C does not interrupt the end."""
-    for sent in ENDS:
-        signal.signal(sent, signal.SIG_IGN)
-    raise KeyboardInterrupt
-
-
-def main() -> int:
-    argparse.ArgumentParser(description="Shows sked at work; pytest runs the tests.").parse_args()
-    try:
-        for sent in ENDS:
-            signal.signal(sent, interrupt)
-        with ApiServer() as server:
-            demonstrate(server)
-    except KeyboardInterrupt:
-        pass
-    except BrokenPipeError:  # nobody reads on, as in: python test_sked.py | head -3
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
-    return 0
 
 
 def demonstrate(server: ApiServer) -> None:
@@ -5755,12 +5493,16 @@ def demonstrate(server: ApiServer) -> None:
     demo = Demo(server, words_per_second=5.0)
     demo.show("sked in seven acts, with an API server and three nodes that this file plays.")
     demo.show(f"A pod is ready when it has stayed up for 10 s. Here {DEMO_SECONDS} s are enough.")
-    try:
-        demo.run()
-        demo.show("\nDone. To install sked on a cluster, see README.md.")
-    finally:
-        operator.stop.set()
+    demo.run()
+    demo.show("\nDone. To install sked on a cluster, see README.md.")
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells may have had it ignored
+    try:
+        with ApiServer() as played:
+            demonstrate(played)
+    except KeyboardInterrupt:
+        pass
+    except BrokenPipeError:  # nobody reads on, as in: python test_sked.py | head -3
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
