@@ -1635,19 +1635,15 @@ def ask(port: int, path: str, token: str = "", tls: bool = False) -> tuple[int, 
 # ---------------------------------------------------------------- shared by the tests
 
 
-def table(text: str) -> list:
-    """A YAML table as parameters of a test: each key is the row's id."""
-    return [pytest.param(*row, id=name) for name, row in yaml.safe_load(text).items()]
-
-
 def cases(names: str, text: str, **defaults: Any) -> pytest.MarkDecorator:
-    """Parametrizes a test by a YAML table: a row for each case, its parameters by their names."""
-    rows = {case: defaults | row for case, row in yaml.safe_load(text).items()}
-    params = [
-        pytest.param(*[row.pop(name) for name in names.split(", ")], id=case)
-        for case, row in rows.items()
-    ]
-    assert not any(rows.values()), "a row has a parameter that the test does not have"
+    """Parametrizes a test by a YAML table: a row for each case, as a list or by names."""
+    params = []
+    for case, row in yaml.safe_load(text).items():
+        if not isinstance(row, list):
+            fields = defaults | row
+            row = [fields.pop(name) for name in names.split(", ")]
+            assert not fields, "a row has a parameter that the test does not have"
+        params.append(pytest.param(*row, id=case))
     return pytest.mark.parametrize(names, params)
 
 
@@ -1832,9 +1828,9 @@ def secure() -> Iterator[ApiServer]:
 
 
 @pytest.mark.filterwarnings("ignore:Unverified HTTPS request")
-@pytest.mark.parametrize(
+@cases(
     "host, cluster, words",
-    table("""
+    """
     right CA and host, no Authority Key Identifier:
     - 127.0.0.1
     - {certificate-authority: ca.crt}
@@ -1843,7 +1839,7 @@ def secure() -> Iterator[ApiServer]:
     wrong host: [localhost, {certificate-authority: ca.crt}, Hostname mismatch]
     tls-server-name: [localhost, {certificate-authority: ca.crt, tls-server-name: 127.0.0.1}, ""]
     insecure: [localhost, {insecure-skip-tls-verify: true}, ""]
-    """),
+    """,
 )
 def test_the_server_certificate_is_checked_the_way_kubectl_does_it(secure, host, cluster, words):
     openssl(authority(), f"req -x509 -subj /CN=x {NEW_KEY} -keyout x.key -out x.crt")
@@ -2961,9 +2957,9 @@ def terms(built: dict) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(
+@cases(
     "mine, others, expected",
-    table("""
+    """
     less specific: [a=1, [""], []]
     disjoint: [a=1, ["a=2,b=1"], []]
     values of one key share a list: ["", [pool=b, pool=a, pool=a], [pool!=a|b]]
@@ -2972,7 +2968,7 @@ def terms(built: dict) -> list[str]:
     a pool within a pool adds nothing: ["", ["a=1,b=2", a=1], [a!=1]]
     one pair and two: ["", ["b=2,a=1", c=3], [a!=1 c!=3, b!=2 c!=3]]
     a longer one that only overlaps: [a=1, ["b=1,c=1"], [b!=1, c!=1]]
-    """),
+    """,
 )
 def test_a_schedext_yields_to_longer_selectors_that_select_some_of_its_nodes(
     mine, others, expected
@@ -3370,16 +3366,16 @@ def test_a_new_daemonset_is_created_with_its_stamp():
     assert target == PLAIN
 
 
-@pytest.mark.parametrize(
+@cases(
     "path, value",
-    table("""
+    """
     nothing: [metadata.generation, 1]
     admission rewrote the image: [spec.template.spec.containers.0.image, mirror/scx]
     admission set another strategy: [spec.updateStrategy, {type: OnDelete}]
     admission added a toleration: [spec.template.spec.tolerations, [{operator: Exists}]]
     a label of another client: [metadata.labels.theirs, x]
     an annotation of another client: [metadata.annotations.theirs, x]
-    """),
+    """,
 )
 def test_what_our_last_write_became_needs_no_other_write(path, value):
     assert planned(changed(path, value, stamped(STORED))) is None
@@ -3410,7 +3406,7 @@ EDITS = """
 """
 
 
-@pytest.mark.parametrize("path, value, named", table(EDITS))
+@cases("path, value, named", EDITS)
 def test_an_edit_of_what_sked_owns_is_undone_and_named(path, value, named):
     have = merge(changed(f"spec.{path}", value, stamped(STORED)), LATER)
     target = planned(have)
@@ -3423,9 +3419,9 @@ def test_an_edit_of_what_sked_owns_is_undone_and_named(path, value, named):
     assert changes
 
 
-@pytest.mark.parametrize(
+@cases(
     "path, value",
-    table("""
+    """
     rollout restart:
     - spec.template.metadata.annotations
     - {kubectl.kubernetes.io/restartedAt: now}
@@ -3433,7 +3429,7 @@ def test_an_edit_of_what_sked_owns_is_undone_and_named(path, value, named):
     a hook: [spec.template.spec.containers.0.lifecycle, {preStop: {sleep: {seconds: 1}}}]
     a label of the pods: [spec.template.metadata.labels.theirs, x]
     the history limit: [spec.revisionHistoryLimit, 3]
-    """),
+    """,
 )
 def test_an_edit_of_anything_else_stays_and_is_told_to_nobody(path, value):
     have = merge(changed(path, value, stamped(STORED)), LATER)
@@ -3745,9 +3741,9 @@ def write_by(manager: str, second: int, subresource: str = "") -> dict:
     return entry | ({"subresource": subresource} if subresource else {})
 
 
-@pytest.mark.parametrize(
+@cases(
     "writes, editor",
-    table("""
+    """
     nobody: [[], an unknown client]
     only sked: [[[sked, 2]], an unknown client]
     the last of two: [[[kubectl-edit, 3], [helm, 2]], kubectl-edit]
@@ -3756,7 +3752,7 @@ def write_by(manager: str, second: int, subresource: str = "") -> dict:
     - [[kubectl-edit, 2], [sked, 3], [sked, 1, status]]
     - an unknown client
     not the writer of the status: [[[kubectl-edit, 2], [kcm, 3, status]], kubectl-edit]
-    """),
+    """,
 )
 def test_the_last_editor_is_neither_sked_nor_a_writer_of_the_status(writes, editor):
     entries = [write_by(*write) for write in writes]
@@ -4704,9 +4700,9 @@ def test_certificates_are_not_checked_as_strictly_as_python_3_13_would(mocker):
     assert not sked.client_tls(sked.Configuration()).verify_flags & ssl.VERIFY_X509_STRICT
 
 
-@pytest.mark.parametrize(
+@cases(
     "flags, name, value",
-    table("""
+    """
     switched on: [--leader-elect, leader_elect, true]
     T for true: [--leader-elect=T, leader_elect, true]
     0 for false: [--metrics-secure=0, metrics_secure, false]
@@ -4719,22 +4715,22 @@ def test_certificates_are_not_checked_as_strictly_as_python_3_13_would(mocker):
     no metrics by default: ["", metrics_bind_address, "0"]
     health by default: ["", health_probe_bind_address, ":8081"]
     the last port: ["--metrics-bind-address=:65535", metrics_bind_address, ":65535"]
-    """),
+    """,
 )
 def test_flags_mean_the_same_as_in_the_go_operator(flags, name, value):
     assert getattr(sked.parse(flags.split()), name) == value
 
 
-@pytest.mark.parametrize(
+@cases(
     "flag, words",
-    table("""
+    """
     neither true nor false: [--leader-elect=maybe, "'maybe' is neither true nor false"]
     abbreviated: [--leader, "unrecognized arguments: --leader"]
     level: [--log-level=loud, "argument --log-level: invalid choice: 'loud'"]
     address: [--metrics-bind-address=x, "'x' is neither an address like :8081 nor 0"]
     no number: ["--health-probe-bind-address=:http", "':http' is neither an address like"]
     port: ["--health-probe-bind-address=:65536", "':65536' is neither an address like"]
-    """),
+    """,
 )
 def test_unsupported_flags_are_refused_with_a_reason(capsys, flag, words):
     with pytest.raises(SystemExit, match="2"):
@@ -4796,14 +4792,14 @@ def test_render_says_in_one_line_what_is_wrong_with_which_schedext(
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize(
+@cases(
     "text, words",
-    table("""
+    """
     no date: ["a: 2020-99-99", "is not valid YAML: month must be in 1..12"]
     empty List: ["{kind: List, items: }", has no object of kind SchedExt]
     List of numbers: ["{kind: List, items: [5]}", has no object of kind SchedExt]
     number: ["5", has no object of kind SchedExt]
-    """),
+    """,
 )
 def test_render_says_in_one_line_what_is_wrong_with_which_file(capsys, tmp_path, text, words):
     (tmp_path / "file").write_text(text)
@@ -4832,14 +4828,14 @@ def test_an_interrupted_render_of_stdin_says_how_stdin_ends():
     assert err == b"sked: interrupted while reading stdin (end it with Ctrl-D)\n"
 
 
-@pytest.mark.parametrize(
+@cases(
     "flags, problem",
-    table("""
+    """
     missing packages:  # -S: without site-packages
     - -I -S sked.py --version
     - "No module named '.*': .* 'pip install -r requirements.txt'"
     no file: [sked.py --render=/none.yaml, "cannot read /none.yaml: No such file or directory"]
-    """),
+    """,
 )
 def test_a_problem_is_one_line_on_stderr_and_exit_code_1(flags, problem):
     command = [sys.executable, *flags.split()]
@@ -5227,9 +5223,9 @@ LUA = next(filter(None, map(shutil.which, ("lua5.1", "lua5.4", "lua"))), None)
 
 
 @pytest.mark.skipif(not LUA, reason="needs Lua (Debian: lua5.1)")
-@pytest.mark.parametrize(
+@cases(
     "status, health",
-    table("""
+    """
     ready: ['{conditions = {stalled, ready("AllReady", 2)}}', "Healthy AllReady: why"]
     rolling out: ['{conditions = {ready("RollingOut", 2)}}', "Progressing RollingOut: why"]
     suspended: ['{conditions = {ready("Suspended", 2)}}', "Suspended Suspended: why"]
@@ -5238,7 +5234,7 @@ LUA = next(filter(None, map(shutil.which, ("lua5.1", "lua5.4", "lua"))), None)
     of the last generation: ['{conditions = {ready("AllReady", 1)}}', Progressing waiting for sked]
     no conditions: ["{}", Progressing waiting for sked]
     no status: ["nil", Progressing waiting for sked]
-    """),
+    """,
 )
 def test_argo_cds_health_check_follows_the_reason(status, health):
     (config,) = [block for block in blocks("yaml") if "resource.customizations" in block]
