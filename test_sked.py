@@ -1808,1003 +1808,6 @@ def uids(kubelets: Kubelets) -> dict[str, str]:
     return {node: pod["metadata"]["uid"] for node, pod in kubelets.pods("x").items()}
 
 
-# ---------------------------------------------------------------- the API server
-
-
-A_LIST = "/apis/sked.schedkit.io/v1/schedexts"
-
-
-def call_fails(api: sked.Api, words: str) -> bool:
-    with pytest.raises(sked.ApiError, match=words):
-        api.request("GET", A_LIST)
-    return True
-
-
-@pytest.fixture
-def secure() -> Iterator[ApiServer]:
-    """An API server with TLS, whose certificate has no Authority Key Identifier."""
-    with ApiServer(serving_tls()) as server:
-        yield server
-
-
-@pytest.mark.filterwarnings("ignore:Unverified HTTPS request")
-@cases(
-    "host, cluster, words",
-    """
-    right CA and host, no Authority Key Identifier:
-    - 127.0.0.1
-    - {certificate-authority: ca.crt}
-    - ""
-    wrong CA: [127.0.0.1, {certificate-authority: x.crt}, self-signed]
-    wrong host: [localhost, {certificate-authority: ca.crt}, Hostname mismatch]
-    tls-server-name: [localhost, {certificate-authority: ca.crt, tls-server-name: 127.0.0.1}, ""]
-    insecure: [localhost, {insecure-skip-tls-verify: true}, ""]
-    """,
-)
-def test_the_server_certificate_is_checked_the_way_kubectl_does_it(secure, host, cluster, words):
-    openssl(authority(), f"req -x509 -subj /CN=x {NEW_KEY} -keyout x.key -out x.crt")
-    cluster |= {"server": f"https://{host}:{secure.port}"}
-    path = authority() / "config"  # next to the files that it names
-    api = connect(write_kubeconfig(path, "x", {"x": cluster}, {"token": "sked"}))
-    assert call_fails(api, words) if words else api.request("GET", A_LIST)
-
-
-CREDENTIAL = {"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential"}
-
-
-def plugin_kubeconfig(server: ApiServer, command: str, *args: str) -> Path:
-    """A kubeconfig whose token comes from a credential plugin."""
-    cluster = {"server": f"https://127.0.0.1:{server.port}"}
-    cluster["certificate-authority"] = str(authority() / "ca.crt")
-    plugin = {"apiVersion": CREDENTIAL["apiVersion"], "command": command, "args": list(args)}
-    return write_kubeconfig(server.folder / "plugin", "x", {"x": cluster}, {"exec": plugin})
-
-
-def test_a_failed_credential_plugin_is_run_again_and_no_request_goes_without_a_token(secure):
-    answer = secure.folder / "answer"
-    api = connect(plugin_kubeconfig(secure, "cat", str(answer)))
-    for token in ("first", "second"):
-        assert call_fails(api, "credential plugin 'cat' failed: .*No such file")
-        answer.write_text(json.dumps(CREDENTIAL | {"status": {"token": token}}))
-        secure.tokens[token] = "sked"
-        assert api.request("GET", A_LIST)
-        del secure.tokens[token]
-        answer.unlink()
-        assert call_fails(api, "Unauthorized")
-    assert {request.user for request in secure.requests} == {"sked"}
-
-
-def test_a_credential_plugin_that_is_not_there_when_the_token_expires_is_named_once(
-    secure, monkeypatch, mocker, caplog
-):
-    hurry(monkeypatch)
-    plugin = secure.folder / "plugin.sh"
-    status = {"token": "sked", "expirationTimestamp": "2001-01-01T00:00:00Z"}
-    plugin.write_text(f"#!/bin/sh\necho '{json.dumps(CREDENTIAL | {'status': status})}'")
-    plugin.chmod(0o700)
-    api = connect(plugin_kubeconfig(secure, str(plugin)))
-    assert api.request("GET", A_LIST)
-    plugin.rename(secure.folder / "away")
-    counted = sked.METRICS.copy()
-    operator = sked.Operator(api)
-    reports = mocker.spy(operator.faults, "report")
-    threading.Thread(target=operator.run, daemon=True).start()
-    eventually(lambda: reports.call_count, at_least(12))
-    (said,) = caplog.messages
-    assert f"credential plugin '{plugin}' failed: [Errno 2] No such file" in said
-    assert counted == sked.METRICS  # nothing was sent
-    (secure.folder / "away").rename(plugin)
-    eventually(operator.is_ready)
-    operator.stop.set()
-
-
-def test_a_response_that_breaks_off_is_counted_as_one_request(secure, monkeypatch):
-    monkeypatch.setattr(sked, "METRICS", sked.Metrics())
-    secure.fault("GET", A_LIST, 1, "truncate")
-    assert call_fails(connect(secure.kubeconfig("sked")), "cannot talk to the API server")
-    assert sked.METRICS == {'rest_client_requests_total{code="200",method="GET"}': 1}
-
-
-def test_a_rotated_token_is_read_again(in_pod, secure, monkeypatch):
-    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(secure.port))
-    secure.tokens["first"] = "sked"
-    api = connect(None)
-    assert api.request("GET", A_LIST)
-    secure.tokens["second"] = secure.tokens.pop("first")
-    assert call_fails(api, "Unauthorized")
-    (in_pod / "token").write_text("second")
-    assert api.request("GET", A_LIST)
-
-
-def test_a_renewed_ca_is_read_again(secure):
-    kubeconfig = secure.kubeconfig("sked")
-    renewed = kubeconfig.read_text()
-    other = encoded(sign("other")[0])
-    kubeconfig.write_text(renewed.replace(encoded(authority() / "ca.crt"), other))
-    api = connect(kubeconfig)
-    assert call_fails(api, "self-signed")
-    kubeconfig.write_text(renewed)
-    assert api.request("GET", A_LIST)
-
-
-def first_line(listener: socket.socket, kubeconfig: Path) -> bytes:
-    """What sked sends to somebody who listens and does not answer."""
-    with pytest.raises(sked.ApiError, match="timed out"):
-        connect(kubeconfig).request("GET", "/api", timeout=0.1, a=1)
-    with listener.accept()[0] as connection:
-        return connection.recv(100).partition(b"\r\n")[0]
-
-
-def test_a_proxy_is_asked_for_a_tunnel_to_the_api_server(home, monkeypatch):
-    write_kubeconfig(home / "tls", "x", {"x": {"server": "https://e1"}}, {})
-    with socket.create_server(("127.0.0.1", 0)) as proxy:
-        monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{proxy.getsockname()[1]}")
-        monkeypatch.setenv("no_proxy", "")
-        assert first_line(proxy, home / "tls").startswith(b"CONNECT e1:443 HTTP/1.")
-
-
-def test_an_api_server_behind_a_path_is_asked_there(home):
-    with socket.create_server(("127.0.0.1", 0)) as gateway:
-        cluster = {"server": f"http://127.0.0.1:{gateway.getsockname()[1]}/clusters/a"}
-        write_kubeconfig(home / "path", "x", {"x": cluster}, {})
-        assert first_line(gateway, home / "path") == b"GET /clusters/a/api?a=1 HTTP/1.1"
-
-
-# ---------------------------------------------------------------- watching
-
-
-def metrics_in(text: str) -> dict[str, float]:
-    """The samples, by name and labels; fails on text that Prometheus would refuse."""
-    samples: dict[str, float] = {}
-    assert text.count("# HELP") == text.count("# TYPE")
-    for line in text.splitlines():
-        if line.startswith("# HELP"):
-            assert re.fullmatch(r"# HELP [a-z_]+ [A-Z0-9].+\.", line)
-            continue
-        if line.startswith("#"):
-            family = re.fullmatch(r"# TYPE ([a-z_]+) (counter|gauge|histogram)", line)[1]
-            continue
-        found = re.fullmatch(r'(([a-z_]+)\{(?:[a-z_]+="[^"\\]*",?)*\}) (\S+)', line)
-        assert found[2].startswith(family)
-        assert found[1] not in samples
-        samples[found[1]] = float(found[3])
-    return samples
-
-
-def metrics_at(port: int) -> dict[str, float]:
-    return metrics_in(ask(port, "/metrics")[1])
-
-
-ENDED = "requests to the API server succeed again"
-TROUBLE = {  # how it begins and ends, and what is logged
-    "unreachable": (ApiServer.stop_listening, ApiServer.start_listening, ["Connection refused"]),
-    "silent": (ApiServer.freeze, ApiServer.thaw, ["timed out"]),
-    "no CRD": (
-        lambda server: server.delete(*CRD),
-        lambda server: server.create(THE_CRD),
-        ["install the CRD with 'kubectl apply -f install.yaml'"],
-    ),
-    "forbidden": (
-        lambda server: server.tokens.update(sked="nobody"),
-        lambda server: server.tokens.update(sked="sked"),
-        ["daemonsets.apps is forbidden", "pods is forbidden", "schedexts.sked.schedkit.io is"],
-    ),
-}
-
-
-@pytest.mark.parametrize("trouble", TROUBLE)
-def test_an_api_server_problem_is_logged_once_and_waited_out(
-    server, operate, caplog, trouble, request
-):
-    begin, end, lines = TROUBLE[trouble]
-    caplog.set_level(logging.INFO)
-    if trouble == "silent":
-        request.getfixturevalue("haste")
-    begin(server)
-    _, port = operate()
-    hello = "sked {} watches SchedExts in all namespaces at http://127.0.0.1:{}"
-    eventually(
-        lambda: sum(n for name, n in metrics_at(port).items() if "requests" in name), at_least(9)
-    )
-    logged = sorted(caplog.messages)
-    logged.remove(hello.format(sked.__version__, server.port))
-    assert len(logged) == len(lines)
-    assert all(words in line for words, line in zip(lines, logged))
-    end(server)
-    server.create(schedext("late"))
-    eventually(lambda: images(server), {"late": RUSTY})
-    eventually(lambda: caplog.messages.count(ENDED), 1)
-    assert sum(record.levelno > logging.INFO for record in caplog.records) == len(logged)
-
-
-FAULTS = {  # how often each request is hit
-    ("GET", "watch=true"): 3,
-    ("GET", "limit="): 3,
-    ("POST", "/daemonsets"): 1,
-    ("PATCH", "/daemonsets"): 1,
-    ("PATCH", "/status"): 1,
-}
-
-
-@pytest.mark.parametrize(
-    "action", ["drop", "lose", "truncate", "garbage", "hang", "stall", "error"]
-)
-def test_no_change_is_missed_after_a_fault(world, server, operate, haste, caplog, action):
-    for name in ("missing", "edited", "deleted"):
-        world.add(name)
-    operate()
-    eventually(lambda: len(images(server)), 3)
-    server.stop_listening()
-    world.add("new")
-    world.edit("edited", sched=LAVD)
-    world.remove("deleted")
-    server.delete("daemonsets", "default", "missing")
-    faults = [server.fault(*where, times, action) for where, times in FAULTS.items()]
-    server.start_listening()
-    eventually(lambda: images(server), {"missing": RUSTY, "edited": LAVD, "new": RUSTY})
-    world.expect("RollingOut", "edited")
-    assert all(fault.hits == fault.times for fault in faults)
-    assert "unexpected error" not in caplog.text
-
-
-def test_lists_are_paged_and_start_over_when_a_page_expires(server, operate, monkeypatch):
-    monkeypatch.setattr(sked, "PAGE_ITEMS", 7)
-    names = [f"scx-{n}" for n in range(30)]
-    for name in names:
-        server.create(schedext(name))
-    gone = server.fault("GET", "schedexts.*continue=", status=410)
-    operate()
-    eventually(lambda: images(server), dict.fromkeys(names, RUSTY))
-    asked = [(r.user, r.what, r.query.get("limit")) for r in server.requests]
-    assert (gone.hits, asked.count(("sked", "schedexts", "7"))) == (1, 2 + 5)
-
-
-@pytest.mark.parametrize("restored", [False, True], ids=["410", "no answer"])
-def test_sked_lists_again_after_a_compaction_or_a_restore(world, server, operate, restored):
-    operate()
-    server.bookmark_seconds = 60
-    world.add()
-    world.expect("RollingOut")
-    backup = server.snapshot()
-    for tag in range(20):
-        world.edit(sched=f"scx:{tag}")
-    eventually(world.image, "scx:19")
-    world.set("WATCH_SECONDS", 1)
-    with server.changed:
-        if restored:
-            server.restore(backup)
-        server.create(daemonset("other", "default"))
-        server.compact()
-        server.end_watches()
-    eventually(lambda: [r.verb for r in server.requests if r.what == "schedexts"][-1], "watch")
-    world.add("new")
-    eventually(lambda: world.made("new"))
-    world.edit(sched="scx:20")  # the restored DaemonSet has an older generation than sked wrote
-    eventually(world.image, "scx:20")
-
-
-def test_a_watch_that_ends_cleanly_resumes_without_a_new_list(world, server):
-    world.start()
-    world.add("early")
-    world.expect("RollingOut", "early")
-    server.end_watches()
-    world.add("late", nodeSelector=A)
-    world.expect("RollingOut", "late")
-    resumed = ["list schedexts", "watch schedexts", "watch schedexts"]
-    eventually(lambda: [d for d in server.deeds() if d.endswith(" schedexts")], resumed)
-
-
-def pauses(mocker: Any, lists: list, watch: Iterable[dict], seconds: float) -> list[float]:
-    """How long a reflector waits after each list, if all its watches are like this one."""
-    operator = mocker.MagicMock()
-    clock = mocker.patch.object(sked, "monotonic", return_value=0.0)
-
-    def follow(*_, **__):
-        clock.return_value += seconds
-        return iter(watch)
-
-    operator.stop.is_set.side_effect = [False] * len(lists) + [True]
-    operator.api.request.side_effect = lists
-    operator.api.watch.side_effect = follow
-    sked.Pods(operator, "").run()
-    return [call.args[0] for call in operator.stop.wait.call_args_list]
-
-
-CUT_OFF = {"type": "ERROR", "object": {"code": 500, "message": "lost"}}
-
-
-def test_sked_reconnects_within_ten_seconds_of_any_outage(mocker):
-    down = sked.ApiError(0, "down")
-    page = {"metadata": {"resourceVersion": "1"}}
-    found = pauses(mocker, [*[down] * 9, page] * 6, [{}, CUT_OFF], 50)
-    assert 5 < max(found) <= 8 >= sked.backoff(9999, 8)
-    assert len(found) == 6 * 9  # a watch that lasted is opened again at once
-    assert max(found[::9]) <= 1
-    assert max(found[1::9]) <= 2
-
-
-@pytest.mark.parametrize("events", [[{}], [{}, CUT_OFF], [{}, {"a": "bug"}]])
-def test_watches_that_end_at_once_are_opened_less_and_less_often(mocker, events):
-    found = pauses(mocker, [{"metadata": {"resourceVersion": "1"}}] * 9, events, 5)
-    assert found[0] <= 1 and found[-1] > 5
-
-
-def test_caches_keep_who_changed_an_object_but_not_which_fields():
-    entry = {"manager": "helm", "time": "2026-01-01T00:00:00Z"}
-    meta = {"name": "x", "managedFields": [entry | {"fieldsV1": {"f:spec": {}}}]}
-    obj = {"apiVersion": "apps/v1", "kind": "DaemonSet", "metadata": meta, "status": {"a": 1}}
-    kept = {"metadata": {"name": "x", "managedFields": [entry]}, "spec": {}, "status": {"a": 1}}
-    assert sked.trimmed(copy(obj)) == kept
-
-
-# ---------------------------------------------------------------- the queue
-
-ONE = ("default", "one")
-
-
-def test_a_key_is_queued_once_for_the_earliest_requested_time(mocker):
-    clock = mocker.patch.object(sked, "monotonic")
-    clock.return_value = 100.0
-    work = sked.WorkQueue()
-    for after in (30, 7, 9):
-        work.add(ONE, after)
-    assert (work.next(), work.depth()) == ((None, 7.0), 0)
-    clock.return_value = 107.5
-    assert (work.depth(), work.get(mocker.Mock()), work.depth()) == (1, ONE, 0)
-    work.succeeded(ONE, math.inf)
-    clock.return_value = 200.0
-    assert work.next()[0] is None
-
-
-def test_a_key_goes_to_one_worker_at_a_time_and_returns_if_it_was_added_meanwhile(mocker):
-    work = sked.WorkQueue()
-    work.add(ONE)
-    assert work.get(mocker.Mock()) == ONE
-    work.add(ONE)
-    assert work.next()[0] is None
-    work.succeeded(ONE, 60)
-    assert work.next()[0] == ONE
-
-
-def test_a_worker_that_takes_a_key_wakes_another_one_for_the_next(monkeypatch):
-    monkeypatch.setattr(sked, "BEAT_SECONDS", 3600)  # a worker that is not woken waits so long
-    work = sked.WorkQueue()
-    waiting, taken = [], []
-    for _ in range(2):
-        take = lambda: taken.append(work.get(lambda: waiting.append(1)))  # noqa: E731
-        threading.Thread(target=take, daemon=True).start()
-    eventually(lambda: len(waiting), 2)
-    with work.condition:  # the other wake-up was lost on a worker that had stopped waiting
-        work.due.update({("a", "a"): 0.0, ("b", "b"): 0.0})
-        work.condition.notify()
-    eventually(lambda: sorted(taken), [("a", "a"), ("b", "b")])
-
-
-def test_a_closed_queue_waits_for_the_work_under_way_and_takes_no_more(mocker):
-    work = sked.WorkQueue()
-    work.add(ONE)
-    assert work.get(mocker.Mock()) == ONE
-    assert not work.close(0.01)
-    work.add(("default", "two"))
-    assert (work.depth(), work.get(mocker.Mock())) == (0, None)
-    work.succeeded(ONE, 0)
-    assert (work.depth(), work.close(0.01)) == (0, True)
-
-
-def waits_after(mocker: Any, outcomes: list) -> list[float]:
-    """How long a key waits after each of these outcomes of reconcile in a row."""
-    mocker.patch.object(sked.random, "uniform", return_value=1.0)
-    operator = sked.Operator(mocker.Mock())
-    mocker.patch.object(operator, "reconcile", side_effect=outcomes)
-    add = mocker.patch.object(operator.queue, "add")
-    for _ in outcomes:
-        operator.queue.busy.add(ONE)
-        operator.process(ONE)
-    return [call.args[1] for call in add.call_args_list]
-
-
-@pytest.mark.parametrize(
-    "status, longest",
-    [
-        pytest.param(500, 60, id="refused"),
-        pytest.param(0, 8, id="no answer"),
-        pytest.param(502, 8, id="a load balancer found no API server"),
-        pytest.param(503, 8, id="a load balancer has none"),
-        pytest.param(504, 8, id="a load balancer got no answer"),
-    ],
-)
-def test_a_failing_key_backs_off_exponentially_until_it_succeeds(mocker, status, longest):
-    outcomes = [sked.ApiError(status, "no")] * 10 + [math.inf, ValueError("bug")]
-    doubling = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-    expected = [min(wait, longest) for wait in doubling] + [math.inf, 1]
-    assert waits_after(mocker, outcomes) == expected
-
-
-def test_another_kind_of_failure_starts_its_back_off_afresh(mocker):
-    down, refused = sked.ApiError(0, "down"), sked.ApiError(500, "no")
-    assert waits_after(mocker, [down] * 9 + [refused] * 3 + [down]) == [
-        *(1, 2, 4, 8, 8, 8, 8, 8, 8),
-        *(1, 2, 4),
-        1,
-    ]
-
-
-@pytest.mark.parametrize("status", [404, 409])
-def test_a_cache_that_is_behind_is_retried_at_once_but_only_once(mocker, status):
-    behind = sked.ApiError(status, "no")
-    assert waits_after(mocker, [behind] * 4 + [5.0, behind]) == [0, 2, 4, 8, 5, 0]
-
-
-def messages_after(mocker: Any, caplog: Any, outcomes: list) -> list[str]:
-    """What sked has logged after these outcomes of reconcile in a row."""
-    caplog.set_level("INFO")
-    waits_after(mocker, outcomes)
-    return caplog.messages
-
-
-@pytest.mark.parametrize("status, silent", [(500, 4), (403, 4), (404, 4), (409, 4)])
-def test_a_failure_is_logged_once_and_only_if_it_does_not_pass_soon(mocker, caplog, status, silent):
-    failure = sked.ApiError(status, "no")
-    assert messages_after(mocker, caplog, [failure] * silent) == []
-    caplog.clear()
-    logged = messages_after(mocker, caplog, [failure] * 12)
-    assert logged == ["default/one: no; trying again"]
-
-
-def test_a_bug_in_reconcile_is_logged_with_its_traceback(mocker, caplog):
-    logged = messages_after(mocker, caplog, [ValueError("a bug")])
-    assert logged == ["default/one: unexpected error"]
-    assert "ValueError: a bug" in caplog.text
-
-
-def test_an_outage_is_logged_at_once_and_its_end_after_the_first_success(mocker, caplog):
-    down, refusal = sked.ApiError(0, "down"), sked.ApiError(403, "forbidden")
-    outcomes = [down, down, refusal, refusal, math.inf, math.inf, down, math.inf]
-    assert messages_after(mocker, caplog, outcomes) == ["down; trying again", ENDED] * 2
-
-
-def test_the_end_of_faults_is_logged_once_when_the_last_one_is_over(caplog):
-    caplog.set_level("INFO")
-    faults = sked.Faults()
-    for who, message in [("pods", "down"), ("lease", "down"), ("pods", "forbidden")]:
-        faults.report(who, message)
-    logged = ["down; trying again", "forbidden; trying again"]
-    for who in ("daemonsets", "pods"):
-        faults.clear(who)
-    assert caplog.messages == logged
-    for who in ("lease", "lease"):
-        faults.clear(who)
-    assert caplog.messages == [*logged, ENDED]
-
-
-def test_a_new_list_of_what_a_watch_has_brought_queues_nothing(world, server):
-    world.deploy()
-    eventually(world.is_idle)
-    before = passes()
-    since = time.time()
-    server.compact()
-    server.drop_connections()
-    lists = ("list schedexts", "list daemonsets", "list pods")
-    eventually(lambda: {r.deed for r in server.requests if r.time > since}, at_least(set(lists)))
-    eventually(world.is_idle)
-    assert passes() == before
-
-
-# ---------------------------------------------------------------- reconcile: create or patch
-
-
-def test_the_daemonset_follows_its_schedext_from_creation_to_deletion(world, caplog):
-    caplog.set_level("INFO")
-    world.start()
-    world.add(args=["-v"], nodeSelector={"a": "1", "b": "2"})
-    eventually(world.made)
-    world.edit(sched=LAVD, args=None, nodeSelector={"b": None})
-    eventually(world.image, LAVD)
-    pod = pod_spec(world.made())
-    assert pod["nodeSelector"] == {"a": "1"}
-    assert "args" not in pod["containers"][0]
-    world.remove()
-    eventually(world.made, nothing)
-    deleted = f"{world.ns}/x: deleted, and with it the DaemonSet that sked made for it"
-    eventually(lambda: caplog.messages, contains(deleted))
-
-
-def test_a_daemonset_that_is_not_ours_is_never_touched(world, server):
-    """The watch does not show it: it lacks our label."""
-    theirs = server.create(unlabelled_daemonset("x", world.ns))
-    world.deploy("NameTaken", sched=LAVD)
-    assert world.made() == theirs
-    server.delete("daemonsets", world.ns, "x")
-    world.expect("RollingOut")
-    assert world.image() == LAVD
-
-
-@pytest.mark.parametrize("seconds, writes", [(0, 1), (1, 2)])
-def test_a_daemonset_without_a_stamp_is_taken_over_and_restarts_nobody(
-    world, server, kubelets, seconds, writes
-):
-    """Its spec says the same in another spelling, unless the CRD's new default is added to it.
-
-    Only the answer tells; if it did change, a second write puts the stamp's generation right.
-    """
-    kubelets.add_node("a")
-    server.create(daemonset("x", world.ns, world.add(minReadySeconds=seconds)))
-    before = eventually(lambda: uids(kubelets))
-    world.start()
-    world.expect("AllReady")
-    assert world.written().count("patch daemonsets") == writes
-    assert uids(kubelets) == before
-    assert stamp_on(world.made())["generation"] == world.made()["metadata"]["generation"]
-    assert server.list("events") == []
-    assert world.restart() == []
-
-
-def test_a_daemonset_on_its_way_out_is_waited_for_and_then_made_again(world, server, fleet):
-    fleet.stop_seconds = math.inf  # the pods do not end, and the DaemonSet waits for them
-    old = world.made()["metadata"]["uid"]
-    server.delete("daemonsets", world.ns, "x", "Foreground")
-    assert "for the old DaemonSet x to be deleted" in world.expect("RollingOut")["message"]
-    world.edit(sched=LAVD)
-    world.expect("RollingOut")
-    assert (world.image(), world.made()["metadata"]["uid"]) == (RUSTY, old)
-    fleet.stop_seconds = 0.0
-    eventually(world.image, LAVD)
-    assert world.made()["metadata"]["uid"] != old
-
-
-def test_a_schedext_that_is_being_deleted_is_left_alone(world, server):
-    world.deploy()
-    server.patch("schedexts", world.ns, "x", {"metadata": {"finalizers": ["example.com/hold"]}})
-    world.remove()
-    eventually(lambda: known(world)["metadata"], contains("deletionTimestamp"))
-    world.drift(in_template(hostPID=True))
-    world.add("y", nodeSelector=A)
-    world.expect("RollingOut", "y")  # by now, x would have been reconciled, too
-    assert pod_spec(world.made())["hostPID"] is True
-
-
-def known(world: World) -> dict | None:
-    """What sked knows of x."""
-    return world.operator.schedexts.objects.get((world.ns, "x"))
-
-
-def admission(deeds: str, change: Callable) -> Callable:
-    """A webhook that changes the objects of deeds such as 'create pods'."""
-
-    def webhook(request: Request, obj: dict) -> dict:
-        return change(obj) if re.fullmatch(deeds, request.deed) else obj
-
-    return webhook
-
-
-def refuse(words: str, why: str) -> Callable:
-    """Refuses objects that contain these words."""
-
-    def change(obj: dict) -> dict:
-        if words in str(obj):
-            raise Refusal(403, why)
-        return obj
-
-    return change
-
-
-@cases(
-    "faults, is_rejected",
-    """
-    a bad request: {faults: [[400, 1]], is_rejected: true}
-    an invalid DaemonSet: {faults: [[422, 1]], is_rejected: true}
-    forbidden for a moment: {faults: [[403, 4]], is_rejected: false}
-    forbidden: {faults: [[403, 5]], is_rejected: true}
-    a failing webhook for a moment: {faults: [[500, 4]], is_rejected: false}
-    a failing webhook: {faults: [[500, 5]], is_rejected: true}
-    too many requests: {faults: [[429, 9]], is_rejected: false}
-    the name is taken for a moment: {faults: [[409, 9]], is_rejected: false}
-    the namespace is not there: {faults: [[404, 9]], is_rejected: false}
-    an outage: {faults: [[503, 9]], is_rejected: false}
-    forbidden for a moment after an outage: {faults: [[503, 9], [403, 4]], is_rejected: false}
-    """,
-)
-def test_a_refusal_is_reported_at_once_only_if_waiting_cannot_help(
-    world, server, faults, is_rejected
-):
-    for status, times in faults:
-        server.fault("POST", "/daemonsets", times, status=status)
-    world.deploy("RollingOut")  # neither Rejected nor Stalled any more
-    assert ("Rejected" in world.reasons()) is is_rejected
-    events = [event["reason"] for event in server.list("events")]
-    assert events == ["Rejected"] * is_rejected  # the late creation is not reported as drift
-
-
-def test_no_status_is_written_in_a_terminating_namespace(world, server):
-    why = "unable to create new content in namespace default because it is being terminated"
-    server.webhook = admission("create daemonsets", refuse("", why))
-    world.start()
-    world.add()
-    eventually(lambda: [request.status for request in server.writes()].count(403), at_least(9))
-    assert "status" not in world.get()
-    server.webhook = None
-    eventually(world.made)
-
-
-def test_a_restart_on_finished_work_writes_nothing(world, server, fleet):
-    world.add("parks-x-and-fails", "ghcr.io/x/y:nopull", nodeSelector=A)
-    server.webhook = admission("create daemonsets", refuse("'refused'", "exceeded quota"))
-    world.add("refused", nodeSelector={"no": "where"})
-    server.create(unlabelled_daemonset("taken", world.ns))
-    world.add("taken", nodeSelector={"not": "here"})
-    world.expect("NodesFailing", "parks-x-and-fails")
-    world.expect("Rejected", "refused")
-    world.expect("NameTaken", "taken")
-    eventually(lambda: stamp_on(world.made())["parked"])
-    world.expect("AllReady")
-    assert world.restart() == []
-    since = time.time()
-    again = {"taken", "refused"}
-    eventually(lambda: {r.name for r in server.requests if r.time > since}, at_least(again))
-    assert world.written(since) == []
-
-
-def test_a_new_schedext_takes_two_writes_without_field_validation(world, server):
-    world.deploy()
-    eventually(world.is_idle)
-    assert world.written() == ["create daemonsets", "patch schedexts/status"]
-    assert {r.query.get("fieldValidation") for r in server.writes()} == {"Ignore"}
-
-
-def test_sked_can_be_limited_to_one_namespace(server, operate, ns):
-    server.create(schedext("out"))
-    server.create(schedext("in", namespace=ns))
-    operate(f"--namespace={ns}")
-    eventually(lambda: dig(server.get("schedexts", ns, "in"), READY))
-    assert {r.namespace for r in server.requests if r.user == "sked"} == {ns}
-
-
-def cut_off(server: ApiServer, plural: str) -> Fault:
-    """Silences sked's watch of a resource until the returned fault is cleared."""
-    silence = server.fault("GET", f"{plural}.*watch=true", None, "hang")
-    server.drop_connections()
-    eventually(lambda: silence.hits)
-    return silence
-
-
-def test_a_patch_never_hits_a_new_daemonset_of_the_same_name(world, server):
-    world.deploy()
-    silence = cut_off(server, "daemonsets")
-    server.delete("daemonsets", world.ns, "x")
-    theirs = server.create(unlabelled_daemonset("x", world.ns))
-    world.edit(sched=LAVD)
-    world.expect("NameTaken")
-    assert world.made() == theirs
-    silence.clear()
-
-
-def test_a_conflict_is_answered_by_a_fresh_look_at_once(world, server, mocker):
-    world.deploy()
-    eventually(world.is_idle)
-    world.set("backoff", lambda failures, most: most)  # any other retry comes after minutes
-    write = world.operator.write
-    edits = [in_template(hostPID=True)]  # made just before sked's next write
-
-    def write_late(method: str, path: str, *rest: Any) -> dict:
-        if "/daemonsets/" in path and edits:
-            world.drift(edits.pop())
-        return write(method, path, *rest)
-
-    mocker.patch.object(world.operator, "write", side_effect=write_late)
-    world.drift({"metadata": {"labels": {"managed-by": None}}})  # the watch shows no more of it
-    fields = "spec.template.spec.hostPID, metadata.labels.managed-by"
-    eventually(lambda: drift_events(server), [f"admin changed {fields}; sked has reverted it"])
-    assert [request.status for request in server.writes()].count(409) == 1
-    assert "hostPID" not in pod_spec(world.made())
-    assert world.made()["metadata"]["labels"] == {"managed-by": "sked-controller"}
-
-
-def test_an_invalid_spec_admitted_by_a_lax_schema_blocks_no_other_schedext(world, server):
-    server.validate = False
-    bad = [None, "text", {}, {"sched": "x", "nodeSelector": ["a"]}, {"sched": "x", "hostPaths": 5}]
-    for number, spec in enumerate(bad):
-        server.create(schedext(f"y-{number}") | {"spec": spec})
-    world.deploy(nodeSelector=A)  # more specific than those, which may be older
-    for number in range(len(bad)):
-        world.expect("Rejected", f"y-{number}")
-
-
-# ---------------------------------------------------------------- reconcile: drift and fights
-
-
-def events_of(server: ApiServer) -> list[tuple[str, str, str]]:
-    """Type, SchedExt and reason of every event, sorted."""
-    events = server.list("events")
-    return sorted((e["type"], e["involvedObject"]["name"], e["reason"]) for e in events)
-
-
-def drift_events(server: ApiServer) -> list[str]:
-    events = server.list("events")
-    return sorted(event["message"] for event in events if event["reason"] == "DriftUndone")
-
-
-def restart_rollout(world: World, when: str) -> None:
-    note = {"annotations": {"kubectl.kubernetes.io/restartedAt": when}}
-    world.drift({"spec": {"template": {"metadata": note}}})
-
-
-QUICK_EDITS = {  # by the field that each of them changes
-    "metadata.labels.managed-by": {"metadata": {"labels": {"managed-by": None}}},
-    "spec.minReadySeconds": {"spec": {"minReadySeconds": 7}},
-    "spec.template.spec.hostPID": in_template(hostPID=True),
-    "spec.template.spec.nodeSelector": in_template(nodeSelector={"a": "b"}),
-    f"metadata.annotations.{STAMP_ANNOTATION}": {
-        "metadata": {"annotations": {STAMP_ANNOTATION: None}}
-    },
-}
-
-
-def test_edits_are_undone_at_once_each_with_an_event_that_says_what_and_who(
-    world, server, fleet, caplog
-):
-    before = world.made()["spec"]
-    for number, edit in enumerate(QUICK_EDITS.values(), 1):
-        world.drift(edit)
-        eventually(lambda: len(drift_events(server)), number)
-        eventually(lambda: world.made()["spec"], before)
-    said = [f"admin changed {path}; sked has reverted it" for path in QUICK_EDITS]
-    assert drift_events(server) == sorted(said)
-    assert stamp_on(world.made())["generation"] == world.made()["metadata"]["generation"]
-    world.expect("AllReady")
-    assert "backing off" not in caplog.text + str(world.messages())
-
-
-def test_an_edit_while_sked_was_down_is_undone_and_told(world, server, fleet):
-    before = world.made()["spec"]
-    world.stop()
-    world.drift(in_template(containers=[SCHEDULER | {"image": "evil"}]))
-    world.start()
-    said = "admin changed spec.template.spec.containers.scx.image; sked has reverted it"
-    eventually(lambda: drift_events(server), [said])
-    assert world.made()["spec"] == before
-
-
-@pytest.mark.parametrize("was_down", [False, True], ids=["up", "down"])
-def test_a_deleted_daemonset_is_created_again_and_the_event_says_so(world, server, fleet, was_down):
-    eventually(world.is_idle)
-    old = world.made()["metadata"]["uid"]
-    if was_down:
-        world.stop()
-    server.delete("daemonsets", world.ns, "x")
-    if was_down:
-        world.start()
-    said = "the DaemonSet was deleted; sked has created it again"
-    eventually(lambda: drift_events(server), [said])
-    assert world.made()["metadata"]["uid"] != old
-
-
-def test_a_fight_is_reported_paced_and_never_given_up_until_something_new_is_wanted(world, server):
-    world.set("QUIET_SECONDS", 60.0)  # however slow this machine is
-    world.deploy()
-    before = world.made()["spec"]
-    edit = in_template(hostPID=True)
-    eventually(world.is_idle)
-    world.set("backoff", lambda failures, most: most)  # a pause takes minutes
-    for _ in range(7):
-        world.drift(edit)
-        eventually(lambda: world.made()["spec"], before)
-        eventually(world.is_stamped)
-    world.drift(edit)
-    said = "admin changed spec.template.spec.hostPID"
-    status = f"sked is backing off; the last time, {said}; sked has reverted it"
-    eventually(lambda: world.expect("RollingOut")["message"], contains(status))
-
-    world.edit(sched=LAVD)
-    eventually(world.image, LAVD)
-    assert "hostPID" not in pod_spec(world.made())
-    world.drift(edit)  # the fight is over, so this is undone at once
-    told = [f"{said}; sked has reverted it"] * 7
-    told.append(f"{told[0]} 7 times and is backing off")
-    eventually(lambda: drift_events(server), told)
-
-
-def test_repairs_are_paced_after_six_and_the_fight_is_over_after_a_quiet_minute(mocker):
-    clock = mocker.patch.object(sked, "monotonic", return_value=100.0)
-    mocker.patch.object(sked, "backoff", lambda failures, most: 10.0 * failures)
-    memory = sked.Memory("u-1")
-    for _ in range(7):
-        memory.check_pause("")
-        memory.repaired("an edit")
-    for seconds in (10.0, 20.0, 30.0):
-        with pytest.raises(sked.Blocked, match="the last time, an edit") as pause:
-            memory.check_pause("")
-        assert pause.value.look_again == seconds
-        clock.return_value += seconds + 59.0  # not quiet for long enough
-        memory.check_pause("")
-        memory.repaired("an edit")
-    clock.return_value += 40.0 + 61.0
-    for _ in range(7):
-        memory.check_pause("")
-        memory.repaired("an edit")
-    with pytest.raises(sked.Blocked):
-        memory.check_pause("")
-
-
-def test_a_wish_that_was_refused_waits_and_another_one_does_not():
-    memory = sked.Memory("u-1")
-    for _ in range(2):
-        with pytest.raises(sked.Blocked, match="no pods today") as pause:
-            memory.rejected("this", "no pods today", at_once=True)
-        assert pause.value.reason == "Rejected"
-    with pytest.raises(sked.Blocked):
-        memory.check_pause("this")
-    memory.check_pause("that")
-    for _ in range(4):
-        memory.rejected("that", "not now", at_once=False)  # counted afresh
-    with pytest.raises(sked.Blocked, match="not now"):
-        memory.rejected("that", "not now", at_once=False)
-
-
-def test_a_schedext_that_is_recreated_quickly_is_no_drift(world, server):
-    world.deploy()
-    silence = cut_off(server, "schedexts")  # so that sked sees the new one in place of the old
-    world.remove()
-    eventually(world.made, nothing)
-    uid = world.add()
-    silence.clear()
-    eventually(lambda: dig(world.made(), ".metadata.ownerReferences[0].uid"), uid)
-    world.expect("RollingOut")
-    assert drift_events(server) == []
-
-
-def test_a_lost_answer_and_a_revert_by_the_user_blame_nobody(world, server, fleet):
-    server.fault("PATCH", "/daemonsets/", action="lose")
-    down = server.fault("GET", "/daemonsets/x", None, status=503)
-    world.edit(sched=LAVD)
-    eventually(lambda: down.hits)
-    assert world.image() == LAVD
-    world.edit(sched=RUSTY)
-    eventually(lambda: known(world)["spec"]["sched"], RUSTY)
-    down.clear()
-    eventually(world.image, RUSTY)
-    world.expect("AllReady")
-    assert server.list("events") == []
-
-
-# ---------------------------------------------------------------- reconcile: admission
-
-
-def to_mirror(obj: dict) -> dict:
-    """What a policy makes of a DaemonSet: its images come from a mirror."""
-    text = json.dumps(obj).replace('"image": "ghcr.io/', '"image": "mirror/')
-    return json.loads(text)
-
-
-WRITES = "(create|update|patch) daemonsets"  # what a policy applies to
-
-
-def test_a_policy_that_rewrites_images_is_accepted_and_restarts_nobody(world, server, kubelets):
-    server.webhook = admission(WRITES, to_mirror)
-    for node in "abc":
-        kubelets.add_node(node, pool=node)
-    world.deploy("AllReady")
-    before = uids(kubelets)
-    assert world.written().count("patch daemonsets") == 0
-    assert world.restart() == []
-
-    world.stop()
-    world.add("pool", LAVD, nodeSelector=A)
-    world.start()
-    eventually(lambda: uids(kubelets), {node: before[node] for node in "bc"})
-    world.expect("AllReady", "pool")
-
-    world.edit(sched=LAVD)
-    world.expect("AllReady")
-    assert set(running(kubelets).values()) == {LAVD.replace("ghcr.io", "mirror")}
-    assert drift_events(server) == []
-
-
-def test_under_such_a_policy_only_drift_of_our_own_fields_is_undone_and_named(world, server):
-    server.webhook = admission(WRITES, to_mirror)
-    world.deploy()
-    before = world.made()["spec"]
-    world.drift(in_template(hostPID=True))
-    eventually(lambda: len(drift_events(server)), 1)
-    world.drift(in_template(containers=[SCHEDULER | {"image": "ghcr.io/evil/image"}]))
-    eventually(lambda: len(drift_events(server)), 2)
-    assert world.made()["spec"] == before
-    for number in range(9):  # more than a fight takes
-        since = time.time()
-        restart_rollout(world, str(number))
-        eventually(lambda since=since: world.written(since), contains("patch daemonsets"))
-    eventually(world.is_idle)
-    said = [message.partition(" changed ")[2].partition(";")[0] for message in drift_events(server)]
-    pod = "spec.template.spec"
-    assert said == [f"{pod}.containers.scx.image", f"{pod}.hostPID"]
-
-
-def test_a_stamp_that_admission_strips_makes_no_busy_loop_and_one_log_line(
-    world, server, fleet, caplog
-):
-    def strip(obj: dict) -> dict:
-        return merge(obj, {"metadata": {"annotations": {STAMP_ANNOTATION: None}}})
-
-    server.webhook = admission(WRITES, strip)
-    world.edit(sched=LAVD)
-    world.expect("AllReady")
-    world.drift(in_template(hostPID=True))
-    eventually(lambda: drift_events(server))
-    eventually(world.is_idle)
-    assert "hostPID" not in pod_spec(world.made())
-    assert world.written().count("patch daemonsets") == 3  # the wish; the repair and its stamp
-    assert caplog.text.count("something removes the annotation") == 1
-
-
-def test_a_wish_that_admission_overrules_takes_two_writes_once(world, server):
-    server.webhook = admission(WRITES, lambda obj: merge(obj, {"spec": {"minReadySeconds": 7}}))
-    world.deploy()
-    world.edit(minReadySeconds=5)
-    eventually(lambda: world.written().count("patch daemonsets"), 2)
-    eventually(world.is_idle)
-    assert stamp_on(world.made())["generation"] == world.made()["metadata"]["generation"] == 1
-    assert world.written().count("patch daemonsets") == 2
-    assert world.restart() == []
-
-
-# ---------------------------------------------------------------- reconcile: a 404
-
-
-def test_a_404_to_a_watch_does_not_empty_the_cache(world, server):
-    world.add("pool", nodeSelector=A)
-    world.deploy()
-    world.expect("RollingOut", "pool")
-    since = time.time()
-    lost = server.fault("GET", "schedexts.*watch=true", status=404)
-    down = server.fault("GET", "schedexts.*limit=", None)
-    server.end_watches()
-    eventually(lambda: (lost.hits, down.hits > 0), (1, True))
-    server.delete("daemonsets", world.ns, "x")
-    assert "affinity" in pod_spec(eventually(world.made))
-    assert set(world.written(since)) - {"create events"} == {"create daemonsets"}
-    down.clear()
-
-
-def test_deleting_the_crd_empties_the_cache_and_sked_works_again_when_it_is_back(
-    world, server, caplog
-):
-    world.deploy()
-    server.stop_listening()
-    server.delete(*CRD)
-    eventually(world.made, nothing)
-    since = time.time()
-    server.start_listening()
-    eventually(lambda: caplog.text, contains("has no schedexts"))
-    eventually(lambda: known(world), nothing)
-    server.create(THE_CRD)
-    world.add("new")
-    world.expect("RollingOut", "new")
-    assert sorted(world.written(since)) == ["create daemonsets", "patch schedexts/status"]
-
-
-# ---------------------------------------------------------------- build_event
-
-
-def test_an_event_names_its_schedext_and_cuts_a_long_message():
-    expected = """
-        apiVersion: v1
-        kind: Event
-        metadata: {generateName: scx-rusty.}
-        involvedObject:
-          apiVersion: sked.schedkit.io/v1
-          kind: SchedExt
-          namespace: tools
-          name: scx-rusty
-          uid: u-1
-        type: Warning
-        reason: Rejected
-        source: {component: sked}
-        firstTimestamp: "2026-01-02T03:04:05Z"
-        lastTimestamp: "2026-01-02T03:04:05Z"
-        """
-    event = sked.build_event(given(), "Warning", "Rejected", "m" * 2000, "2026-01-02T03:04:05Z")
-    assert event == yaml.safe_load(expected) | {"message": "m" * 1024}
-
-
 # ---------------------------------------------------------------- build_daemonset
 
 # The fields that are passed on as they are, by where they go.
@@ -4001,6 +3004,1003 @@ def test_sked_looks_again_when_time_alone_may_change_the_status(
     summary = sked.summarize(observed(pods, changes=changes), steady, 1000.0)
     reason = sked.Blocked("NameTaken", "why", blocked) if blocked else None
     assert sked.next_change_in(summary, steady, reason) == seconds
+
+
+# ---------------------------------------------------------------- build_event
+
+
+def test_an_event_names_its_schedext_and_cuts_a_long_message():
+    expected = """
+        apiVersion: v1
+        kind: Event
+        metadata: {generateName: scx-rusty.}
+        involvedObject:
+          apiVersion: sked.schedkit.io/v1
+          kind: SchedExt
+          namespace: tools
+          name: scx-rusty
+          uid: u-1
+        type: Warning
+        reason: Rejected
+        source: {component: sked}
+        firstTimestamp: "2026-01-02T03:04:05Z"
+        lastTimestamp: "2026-01-02T03:04:05Z"
+        """
+    event = sked.build_event(given(), "Warning", "Rejected", "m" * 2000, "2026-01-02T03:04:05Z")
+    assert event == yaml.safe_load(expected) | {"message": "m" * 1024}
+
+
+# ---------------------------------------------------------------- the API server
+
+
+A_LIST = "/apis/sked.schedkit.io/v1/schedexts"
+
+
+def call_fails(api: sked.Api, words: str) -> bool:
+    with pytest.raises(sked.ApiError, match=words):
+        api.request("GET", A_LIST)
+    return True
+
+
+@pytest.fixture
+def secure() -> Iterator[ApiServer]:
+    """An API server with TLS, whose certificate has no Authority Key Identifier."""
+    with ApiServer(serving_tls()) as server:
+        yield server
+
+
+@pytest.mark.filterwarnings("ignore:Unverified HTTPS request")
+@cases(
+    "host, cluster, words",
+    """
+    right CA and host, no Authority Key Identifier:
+    - 127.0.0.1
+    - {certificate-authority: ca.crt}
+    - ""
+    wrong CA: [127.0.0.1, {certificate-authority: x.crt}, self-signed]
+    wrong host: [localhost, {certificate-authority: ca.crt}, Hostname mismatch]
+    tls-server-name: [localhost, {certificate-authority: ca.crt, tls-server-name: 127.0.0.1}, ""]
+    insecure: [localhost, {insecure-skip-tls-verify: true}, ""]
+    """,
+)
+def test_the_server_certificate_is_checked_the_way_kubectl_does_it(secure, host, cluster, words):
+    openssl(authority(), f"req -x509 -subj /CN=x {NEW_KEY} -keyout x.key -out x.crt")
+    cluster |= {"server": f"https://{host}:{secure.port}"}
+    path = authority() / "config"  # next to the files that it names
+    api = connect(write_kubeconfig(path, "x", {"x": cluster}, {"token": "sked"}))
+    assert call_fails(api, words) if words else api.request("GET", A_LIST)
+
+
+CREDENTIAL = {"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential"}
+
+
+def plugin_kubeconfig(server: ApiServer, command: str, *args: str) -> Path:
+    """A kubeconfig whose token comes from a credential plugin."""
+    cluster = {"server": f"https://127.0.0.1:{server.port}"}
+    cluster["certificate-authority"] = str(authority() / "ca.crt")
+    plugin = {"apiVersion": CREDENTIAL["apiVersion"], "command": command, "args": list(args)}
+    return write_kubeconfig(server.folder / "plugin", "x", {"x": cluster}, {"exec": plugin})
+
+
+def test_a_failed_credential_plugin_is_run_again_and_no_request_goes_without_a_token(secure):
+    answer = secure.folder / "answer"
+    api = connect(plugin_kubeconfig(secure, "cat", str(answer)))
+    for token in ("first", "second"):
+        assert call_fails(api, "credential plugin 'cat' failed: .*No such file")
+        answer.write_text(json.dumps(CREDENTIAL | {"status": {"token": token}}))
+        secure.tokens[token] = "sked"
+        assert api.request("GET", A_LIST)
+        del secure.tokens[token]
+        answer.unlink()
+        assert call_fails(api, "Unauthorized")
+    assert {request.user for request in secure.requests} == {"sked"}
+
+
+def test_a_credential_plugin_that_is_not_there_when_the_token_expires_is_named_once(
+    secure, monkeypatch, mocker, caplog
+):
+    hurry(monkeypatch)
+    plugin = secure.folder / "plugin.sh"
+    status = {"token": "sked", "expirationTimestamp": "2001-01-01T00:00:00Z"}
+    plugin.write_text(f"#!/bin/sh\necho '{json.dumps(CREDENTIAL | {'status': status})}'")
+    plugin.chmod(0o700)
+    api = connect(plugin_kubeconfig(secure, str(plugin)))
+    assert api.request("GET", A_LIST)
+    plugin.rename(secure.folder / "away")
+    counted = sked.METRICS.copy()
+    operator = sked.Operator(api)
+    reports = mocker.spy(operator.faults, "report")
+    threading.Thread(target=operator.run, daemon=True).start()
+    eventually(lambda: reports.call_count, at_least(12))
+    (said,) = caplog.messages
+    assert f"credential plugin '{plugin}' failed: [Errno 2] No such file" in said
+    assert counted == sked.METRICS  # nothing was sent
+    (secure.folder / "away").rename(plugin)
+    eventually(operator.is_ready)
+    operator.stop.set()
+
+
+def test_a_response_that_breaks_off_is_counted_as_one_request(secure, monkeypatch):
+    monkeypatch.setattr(sked, "METRICS", sked.Metrics())
+    secure.fault("GET", A_LIST, 1, "truncate")
+    assert call_fails(connect(secure.kubeconfig("sked")), "cannot talk to the API server")
+    assert sked.METRICS == {'rest_client_requests_total{code="200",method="GET"}': 1}
+
+
+def test_a_rotated_token_is_read_again(in_pod, secure, monkeypatch):
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(secure.port))
+    secure.tokens["first"] = "sked"
+    api = connect(None)
+    assert api.request("GET", A_LIST)
+    secure.tokens["second"] = secure.tokens.pop("first")
+    assert call_fails(api, "Unauthorized")
+    (in_pod / "token").write_text("second")
+    assert api.request("GET", A_LIST)
+
+
+def test_a_renewed_ca_is_read_again(secure):
+    kubeconfig = secure.kubeconfig("sked")
+    renewed = kubeconfig.read_text()
+    other = encoded(sign("other")[0])
+    kubeconfig.write_text(renewed.replace(encoded(authority() / "ca.crt"), other))
+    api = connect(kubeconfig)
+    assert call_fails(api, "self-signed")
+    kubeconfig.write_text(renewed)
+    assert api.request("GET", A_LIST)
+
+
+def first_line(listener: socket.socket, kubeconfig: Path) -> bytes:
+    """What sked sends to somebody who listens and does not answer."""
+    with pytest.raises(sked.ApiError, match="timed out"):
+        connect(kubeconfig).request("GET", "/api", timeout=0.1, a=1)
+    with listener.accept()[0] as connection:
+        return connection.recv(100).partition(b"\r\n")[0]
+
+
+def test_a_proxy_is_asked_for_a_tunnel_to_the_api_server(home, monkeypatch):
+    write_kubeconfig(home / "tls", "x", {"x": {"server": "https://e1"}}, {})
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        monkeypatch.setenv("no_proxy", "")
+        assert first_line(proxy, home / "tls").startswith(b"CONNECT e1:443 HTTP/1.")
+
+
+def test_an_api_server_behind_a_path_is_asked_there(home):
+    with socket.create_server(("127.0.0.1", 0)) as gateway:
+        cluster = {"server": f"http://127.0.0.1:{gateway.getsockname()[1]}/clusters/a"}
+        write_kubeconfig(home / "path", "x", {"x": cluster}, {})
+        assert first_line(gateway, home / "path") == b"GET /clusters/a/api?a=1 HTTP/1.1"
+
+
+# ---------------------------------------------------------------- watching
+
+
+def metrics_in(text: str) -> dict[str, float]:
+    """The samples, by name and labels; fails on text that Prometheus would refuse."""
+    samples: dict[str, float] = {}
+    assert text.count("# HELP") == text.count("# TYPE")
+    for line in text.splitlines():
+        if line.startswith("# HELP"):
+            assert re.fullmatch(r"# HELP [a-z_]+ [A-Z0-9].+\.", line)
+            continue
+        if line.startswith("#"):
+            family = re.fullmatch(r"# TYPE ([a-z_]+) (counter|gauge|histogram)", line)[1]
+            continue
+        found = re.fullmatch(r'(([a-z_]+)\{(?:[a-z_]+="[^"\\]*",?)*\}) (\S+)', line)
+        assert found[2].startswith(family)
+        assert found[1] not in samples
+        samples[found[1]] = float(found[3])
+    return samples
+
+
+def metrics_at(port: int) -> dict[str, float]:
+    return metrics_in(ask(port, "/metrics")[1])
+
+
+ENDED = "requests to the API server succeed again"
+TROUBLE = {  # how it begins and ends, and what is logged
+    "unreachable": (ApiServer.stop_listening, ApiServer.start_listening, ["Connection refused"]),
+    "silent": (ApiServer.freeze, ApiServer.thaw, ["timed out"]),
+    "no CRD": (
+        lambda server: server.delete(*CRD),
+        lambda server: server.create(THE_CRD),
+        ["install the CRD with 'kubectl apply -f install.yaml'"],
+    ),
+    "forbidden": (
+        lambda server: server.tokens.update(sked="nobody"),
+        lambda server: server.tokens.update(sked="sked"),
+        ["daemonsets.apps is forbidden", "pods is forbidden", "schedexts.sked.schedkit.io is"],
+    ),
+}
+
+
+@pytest.mark.parametrize("trouble", TROUBLE)
+def test_an_api_server_problem_is_logged_once_and_waited_out(
+    server, operate, caplog, trouble, request
+):
+    begin, end, lines = TROUBLE[trouble]
+    caplog.set_level(logging.INFO)
+    if trouble == "silent":
+        request.getfixturevalue("haste")
+    begin(server)
+    _, port = operate()
+    hello = "sked {} watches SchedExts in all namespaces at http://127.0.0.1:{}"
+    eventually(
+        lambda: sum(n for name, n in metrics_at(port).items() if "requests" in name), at_least(9)
+    )
+    logged = sorted(caplog.messages)
+    logged.remove(hello.format(sked.__version__, server.port))
+    assert len(logged) == len(lines)
+    assert all(words in line for words, line in zip(lines, logged))
+    end(server)
+    server.create(schedext("late"))
+    eventually(lambda: images(server), {"late": RUSTY})
+    eventually(lambda: caplog.messages.count(ENDED), 1)
+    assert sum(record.levelno > logging.INFO for record in caplog.records) == len(logged)
+
+
+FAULTS = {  # how often each request is hit
+    ("GET", "watch=true"): 3,
+    ("GET", "limit="): 3,
+    ("POST", "/daemonsets"): 1,
+    ("PATCH", "/daemonsets"): 1,
+    ("PATCH", "/status"): 1,
+}
+
+
+@pytest.mark.parametrize(
+    "action", ["drop", "lose", "truncate", "garbage", "hang", "stall", "error"]
+)
+def test_no_change_is_missed_after_a_fault(world, server, operate, haste, caplog, action):
+    for name in ("missing", "edited", "deleted"):
+        world.add(name)
+    operate()
+    eventually(lambda: len(images(server)), 3)
+    server.stop_listening()
+    world.add("new")
+    world.edit("edited", sched=LAVD)
+    world.remove("deleted")
+    server.delete("daemonsets", "default", "missing")
+    faults = [server.fault(*where, times, action) for where, times in FAULTS.items()]
+    server.start_listening()
+    eventually(lambda: images(server), {"missing": RUSTY, "edited": LAVD, "new": RUSTY})
+    world.expect("RollingOut", "edited")
+    assert all(fault.hits == fault.times for fault in faults)
+    assert "unexpected error" not in caplog.text
+
+
+def test_lists_are_paged_and_start_over_when_a_page_expires(server, operate, monkeypatch):
+    monkeypatch.setattr(sked, "PAGE_ITEMS", 7)
+    names = [f"scx-{n}" for n in range(30)]
+    for name in names:
+        server.create(schedext(name))
+    gone = server.fault("GET", "schedexts.*continue=", status=410)
+    operate()
+    eventually(lambda: images(server), dict.fromkeys(names, RUSTY))
+    asked = [(r.user, r.what, r.query.get("limit")) for r in server.requests]
+    assert (gone.hits, asked.count(("sked", "schedexts", "7"))) == (1, 2 + 5)
+
+
+@pytest.mark.parametrize("restored", [False, True], ids=["410", "no answer"])
+def test_sked_lists_again_after_a_compaction_or_a_restore(world, server, operate, restored):
+    operate()
+    server.bookmark_seconds = 60
+    world.add()
+    world.expect("RollingOut")
+    backup = server.snapshot()
+    for tag in range(20):
+        world.edit(sched=f"scx:{tag}")
+    eventually(world.image, "scx:19")
+    world.set("WATCH_SECONDS", 1)
+    with server.changed:
+        if restored:
+            server.restore(backup)
+        server.create(daemonset("other", "default"))
+        server.compact()
+        server.end_watches()
+    eventually(lambda: [r.verb for r in server.requests if r.what == "schedexts"][-1], "watch")
+    world.add("new")
+    eventually(lambda: world.made("new"))
+    world.edit(sched="scx:20")  # the restored DaemonSet has an older generation than sked wrote
+    eventually(world.image, "scx:20")
+
+
+def test_a_watch_that_ends_cleanly_resumes_without_a_new_list(world, server):
+    world.start()
+    world.add("early")
+    world.expect("RollingOut", "early")
+    server.end_watches()
+    world.add("late", nodeSelector=A)
+    world.expect("RollingOut", "late")
+    resumed = ["list schedexts", "watch schedexts", "watch schedexts"]
+    eventually(lambda: [d for d in server.deeds() if d.endswith(" schedexts")], resumed)
+
+
+def pauses(mocker: Any, lists: list, watch: Iterable[dict], seconds: float) -> list[float]:
+    """How long a reflector waits after each list, if all its watches are like this one."""
+    operator = mocker.MagicMock()
+    clock = mocker.patch.object(sked, "monotonic", return_value=0.0)
+
+    def follow(*_, **__):
+        clock.return_value += seconds
+        return iter(watch)
+
+    operator.stop.is_set.side_effect = [False] * len(lists) + [True]
+    operator.api.request.side_effect = lists
+    operator.api.watch.side_effect = follow
+    sked.Pods(operator, "").run()
+    return [call.args[0] for call in operator.stop.wait.call_args_list]
+
+
+CUT_OFF = {"type": "ERROR", "object": {"code": 500, "message": "lost"}}
+
+
+def test_sked_reconnects_within_ten_seconds_of_any_outage(mocker):
+    down = sked.ApiError(0, "down")
+    page = {"metadata": {"resourceVersion": "1"}}
+    found = pauses(mocker, [*[down] * 9, page] * 6, [{}, CUT_OFF], 50)
+    assert 5 < max(found) <= 8 >= sked.backoff(9999, 8)
+    assert len(found) == 6 * 9  # a watch that lasted is opened again at once
+    assert max(found[::9]) <= 1
+    assert max(found[1::9]) <= 2
+
+
+@pytest.mark.parametrize("events", [[{}], [{}, CUT_OFF], [{}, {"a": "bug"}]])
+def test_watches_that_end_at_once_are_opened_less_and_less_often(mocker, events):
+    found = pauses(mocker, [{"metadata": {"resourceVersion": "1"}}] * 9, events, 5)
+    assert found[0] <= 1 and found[-1] > 5
+
+
+def test_caches_keep_who_changed_an_object_but_not_which_fields():
+    entry = {"manager": "helm", "time": "2026-01-01T00:00:00Z"}
+    meta = {"name": "x", "managedFields": [entry | {"fieldsV1": {"f:spec": {}}}]}
+    obj = {"apiVersion": "apps/v1", "kind": "DaemonSet", "metadata": meta, "status": {"a": 1}}
+    kept = {"metadata": {"name": "x", "managedFields": [entry]}, "spec": {}, "status": {"a": 1}}
+    assert sked.trimmed(copy(obj)) == kept
+
+
+# ---------------------------------------------------------------- the queue
+
+ONE = ("default", "one")
+
+
+def test_a_key_is_queued_once_for_the_earliest_requested_time(mocker):
+    clock = mocker.patch.object(sked, "monotonic")
+    clock.return_value = 100.0
+    work = sked.WorkQueue()
+    for after in (30, 7, 9):
+        work.add(ONE, after)
+    assert (work.next(), work.depth()) == ((None, 7.0), 0)
+    clock.return_value = 107.5
+    assert (work.depth(), work.get(mocker.Mock()), work.depth()) == (1, ONE, 0)
+    work.succeeded(ONE, math.inf)
+    clock.return_value = 200.0
+    assert work.next()[0] is None
+
+
+def test_a_key_goes_to_one_worker_at_a_time_and_returns_if_it_was_added_meanwhile(mocker):
+    work = sked.WorkQueue()
+    work.add(ONE)
+    assert work.get(mocker.Mock()) == ONE
+    work.add(ONE)
+    assert work.next()[0] is None
+    work.succeeded(ONE, 60)
+    assert work.next()[0] == ONE
+
+
+def test_a_worker_that_takes_a_key_wakes_another_one_for_the_next(monkeypatch):
+    monkeypatch.setattr(sked, "BEAT_SECONDS", 3600)  # a worker that is not woken waits so long
+    work = sked.WorkQueue()
+    waiting, taken = [], []
+    for _ in range(2):
+        take = lambda: taken.append(work.get(lambda: waiting.append(1)))  # noqa: E731
+        threading.Thread(target=take, daemon=True).start()
+    eventually(lambda: len(waiting), 2)
+    with work.condition:  # the other wake-up was lost on a worker that had stopped waiting
+        work.due.update({("a", "a"): 0.0, ("b", "b"): 0.0})
+        work.condition.notify()
+    eventually(lambda: sorted(taken), [("a", "a"), ("b", "b")])
+
+
+def test_a_closed_queue_waits_for_the_work_under_way_and_takes_no_more(mocker):
+    work = sked.WorkQueue()
+    work.add(ONE)
+    assert work.get(mocker.Mock()) == ONE
+    assert not work.close(0.01)
+    work.add(("default", "two"))
+    assert (work.depth(), work.get(mocker.Mock())) == (0, None)
+    work.succeeded(ONE, 0)
+    assert (work.depth(), work.close(0.01)) == (0, True)
+
+
+def waits_after(mocker: Any, outcomes: list) -> list[float]:
+    """How long a key waits after each of these outcomes of reconcile in a row."""
+    mocker.patch.object(sked.random, "uniform", return_value=1.0)
+    operator = sked.Operator(mocker.Mock())
+    mocker.patch.object(operator, "reconcile", side_effect=outcomes)
+    add = mocker.patch.object(operator.queue, "add")
+    for _ in outcomes:
+        operator.queue.busy.add(ONE)
+        operator.process(ONE)
+    return [call.args[1] for call in add.call_args_list]
+
+
+@pytest.mark.parametrize(
+    "status, longest",
+    [
+        pytest.param(500, 60, id="refused"),
+        pytest.param(0, 8, id="no answer"),
+        pytest.param(502, 8, id="a load balancer found no API server"),
+        pytest.param(503, 8, id="a load balancer has none"),
+        pytest.param(504, 8, id="a load balancer got no answer"),
+    ],
+)
+def test_a_failing_key_backs_off_exponentially_until_it_succeeds(mocker, status, longest):
+    outcomes = [sked.ApiError(status, "no")] * 10 + [math.inf, ValueError("bug")]
+    doubling = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+    expected = [min(wait, longest) for wait in doubling] + [math.inf, 1]
+    assert waits_after(mocker, outcomes) == expected
+
+
+def test_another_kind_of_failure_starts_its_back_off_afresh(mocker):
+    down, refused = sked.ApiError(0, "down"), sked.ApiError(500, "no")
+    assert waits_after(mocker, [down] * 9 + [refused] * 3 + [down]) == [
+        *(1, 2, 4, 8, 8, 8, 8, 8, 8),
+        *(1, 2, 4),
+        1,
+    ]
+
+
+@pytest.mark.parametrize("status", [404, 409])
+def test_a_cache_that_is_behind_is_retried_at_once_but_only_once(mocker, status):
+    behind = sked.ApiError(status, "no")
+    assert waits_after(mocker, [behind] * 4 + [5.0, behind]) == [0, 2, 4, 8, 5, 0]
+
+
+def messages_after(mocker: Any, caplog: Any, outcomes: list) -> list[str]:
+    """What sked has logged after these outcomes of reconcile in a row."""
+    caplog.set_level("INFO")
+    waits_after(mocker, outcomes)
+    return caplog.messages
+
+
+@pytest.mark.parametrize("status, silent", [(500, 4), (403, 4), (404, 4), (409, 4)])
+def test_a_failure_is_logged_once_and_only_if_it_does_not_pass_soon(mocker, caplog, status, silent):
+    failure = sked.ApiError(status, "no")
+    assert messages_after(mocker, caplog, [failure] * silent) == []
+    caplog.clear()
+    logged = messages_after(mocker, caplog, [failure] * 12)
+    assert logged == ["default/one: no; trying again"]
+
+
+def test_a_bug_in_reconcile_is_logged_with_its_traceback(mocker, caplog):
+    logged = messages_after(mocker, caplog, [ValueError("a bug")])
+    assert logged == ["default/one: unexpected error"]
+    assert "ValueError: a bug" in caplog.text
+
+
+def test_an_outage_is_logged_at_once_and_its_end_after_the_first_success(mocker, caplog):
+    down, refusal = sked.ApiError(0, "down"), sked.ApiError(403, "forbidden")
+    outcomes = [down, down, refusal, refusal, math.inf, math.inf, down, math.inf]
+    assert messages_after(mocker, caplog, outcomes) == ["down; trying again", ENDED] * 2
+
+
+def test_the_end_of_faults_is_logged_once_when_the_last_one_is_over(caplog):
+    caplog.set_level("INFO")
+    faults = sked.Faults()
+    for who, message in [("pods", "down"), ("lease", "down"), ("pods", "forbidden")]:
+        faults.report(who, message)
+    logged = ["down; trying again", "forbidden; trying again"]
+    for who in ("daemonsets", "pods"):
+        faults.clear(who)
+    assert caplog.messages == logged
+    for who in ("lease", "lease"):
+        faults.clear(who)
+    assert caplog.messages == [*logged, ENDED]
+
+
+def test_a_new_list_of_what_a_watch_has_brought_queues_nothing(world, server):
+    world.deploy()
+    eventually(world.is_idle)
+    before = passes()
+    since = time.time()
+    server.compact()
+    server.drop_connections()
+    lists = ("list schedexts", "list daemonsets", "list pods")
+    eventually(lambda: {r.deed for r in server.requests if r.time > since}, at_least(set(lists)))
+    eventually(world.is_idle)
+    assert passes() == before
+
+
+# ---------------------------------------------------------------- reconcile: create or patch
+
+
+def test_the_daemonset_follows_its_schedext_from_creation_to_deletion(world, caplog):
+    caplog.set_level("INFO")
+    world.start()
+    world.add(args=["-v"], nodeSelector={"a": "1", "b": "2"})
+    eventually(world.made)
+    world.edit(sched=LAVD, args=None, nodeSelector={"b": None})
+    eventually(world.image, LAVD)
+    pod = pod_spec(world.made())
+    assert pod["nodeSelector"] == {"a": "1"}
+    assert "args" not in pod["containers"][0]
+    world.remove()
+    eventually(world.made, nothing)
+    deleted = f"{world.ns}/x: deleted, and with it the DaemonSet that sked made for it"
+    eventually(lambda: caplog.messages, contains(deleted))
+
+
+def test_a_daemonset_that_is_not_ours_is_never_touched(world, server):
+    """The watch does not show it: it lacks our label."""
+    theirs = server.create(unlabelled_daemonset("x", world.ns))
+    world.deploy("NameTaken", sched=LAVD)
+    assert world.made() == theirs
+    server.delete("daemonsets", world.ns, "x")
+    world.expect("RollingOut")
+    assert world.image() == LAVD
+
+
+@pytest.mark.parametrize("seconds, writes", [(0, 1), (1, 2)])
+def test_a_daemonset_without_a_stamp_is_taken_over_and_restarts_nobody(
+    world, server, kubelets, seconds, writes
+):
+    """Its spec says the same in another spelling, unless the CRD's new default is added to it.
+
+    Only the answer tells; if it did change, a second write puts the stamp's generation right.
+    """
+    kubelets.add_node("a")
+    server.create(daemonset("x", world.ns, world.add(minReadySeconds=seconds)))
+    before = eventually(lambda: uids(kubelets))
+    world.start()
+    world.expect("AllReady")
+    assert world.written().count("patch daemonsets") == writes
+    assert uids(kubelets) == before
+    assert stamp_on(world.made())["generation"] == world.made()["metadata"]["generation"]
+    assert server.list("events") == []
+    assert world.restart() == []
+
+
+def test_a_daemonset_on_its_way_out_is_waited_for_and_then_made_again(world, server, fleet):
+    fleet.stop_seconds = math.inf  # the pods do not end, and the DaemonSet waits for them
+    old = world.made()["metadata"]["uid"]
+    server.delete("daemonsets", world.ns, "x", "Foreground")
+    assert "for the old DaemonSet x to be deleted" in world.expect("RollingOut")["message"]
+    world.edit(sched=LAVD)
+    world.expect("RollingOut")
+    assert (world.image(), world.made()["metadata"]["uid"]) == (RUSTY, old)
+    fleet.stop_seconds = 0.0
+    eventually(world.image, LAVD)
+    assert world.made()["metadata"]["uid"] != old
+
+
+def test_a_schedext_that_is_being_deleted_is_left_alone(world, server):
+    world.deploy()
+    server.patch("schedexts", world.ns, "x", {"metadata": {"finalizers": ["example.com/hold"]}})
+    world.remove()
+    eventually(lambda: known(world)["metadata"], contains("deletionTimestamp"))
+    world.drift(in_template(hostPID=True))
+    world.add("y", nodeSelector=A)
+    world.expect("RollingOut", "y")  # by now, x would have been reconciled, too
+    assert pod_spec(world.made())["hostPID"] is True
+
+
+def known(world: World) -> dict | None:
+    """What sked knows of x."""
+    return world.operator.schedexts.objects.get((world.ns, "x"))
+
+
+def admission(deeds: str, change: Callable) -> Callable:
+    """A webhook that changes the objects of deeds such as 'create pods'."""
+
+    def webhook(request: Request, obj: dict) -> dict:
+        return change(obj) if re.fullmatch(deeds, request.deed) else obj
+
+    return webhook
+
+
+def refuse(words: str, why: str) -> Callable:
+    """Refuses objects that contain these words."""
+
+    def change(obj: dict) -> dict:
+        if words in str(obj):
+            raise Refusal(403, why)
+        return obj
+
+    return change
+
+
+@cases(
+    "faults, is_rejected",
+    """
+    a bad request: {faults: [[400, 1]], is_rejected: true}
+    an invalid DaemonSet: {faults: [[422, 1]], is_rejected: true}
+    forbidden for a moment: {faults: [[403, 4]], is_rejected: false}
+    forbidden: {faults: [[403, 5]], is_rejected: true}
+    a failing webhook for a moment: {faults: [[500, 4]], is_rejected: false}
+    a failing webhook: {faults: [[500, 5]], is_rejected: true}
+    too many requests: {faults: [[429, 9]], is_rejected: false}
+    the name is taken for a moment: {faults: [[409, 9]], is_rejected: false}
+    the namespace is not there: {faults: [[404, 9]], is_rejected: false}
+    an outage: {faults: [[503, 9]], is_rejected: false}
+    forbidden for a moment after an outage: {faults: [[503, 9], [403, 4]], is_rejected: false}
+    """,
+)
+def test_a_refusal_is_reported_at_once_only_if_waiting_cannot_help(
+    world, server, faults, is_rejected
+):
+    for status, times in faults:
+        server.fault("POST", "/daemonsets", times, status=status)
+    world.deploy("RollingOut")  # neither Rejected nor Stalled any more
+    assert ("Rejected" in world.reasons()) is is_rejected
+    events = [event["reason"] for event in server.list("events")]
+    assert events == ["Rejected"] * is_rejected  # the late creation is not reported as drift
+
+
+def test_no_status_is_written_in_a_terminating_namespace(world, server):
+    why = "unable to create new content in namespace default because it is being terminated"
+    server.webhook = admission("create daemonsets", refuse("", why))
+    world.start()
+    world.add()
+    eventually(lambda: [request.status for request in server.writes()].count(403), at_least(9))
+    assert "status" not in world.get()
+    server.webhook = None
+    eventually(world.made)
+
+
+def test_a_restart_on_finished_work_writes_nothing(world, server, fleet):
+    world.add("parks-x-and-fails", "ghcr.io/x/y:nopull", nodeSelector=A)
+    server.webhook = admission("create daemonsets", refuse("'refused'", "exceeded quota"))
+    world.add("refused", nodeSelector={"no": "where"})
+    server.create(unlabelled_daemonset("taken", world.ns))
+    world.add("taken", nodeSelector={"not": "here"})
+    world.expect("NodesFailing", "parks-x-and-fails")
+    world.expect("Rejected", "refused")
+    world.expect("NameTaken", "taken")
+    eventually(lambda: stamp_on(world.made())["parked"])
+    world.expect("AllReady")
+    assert world.restart() == []
+    since = time.time()
+    again = {"taken", "refused"}
+    eventually(lambda: {r.name for r in server.requests if r.time > since}, at_least(again))
+    assert world.written(since) == []
+
+
+def test_a_new_schedext_takes_two_writes_without_field_validation(world, server):
+    world.deploy()
+    eventually(world.is_idle)
+    assert world.written() == ["create daemonsets", "patch schedexts/status"]
+    assert {r.query.get("fieldValidation") for r in server.writes()} == {"Ignore"}
+
+
+def test_sked_can_be_limited_to_one_namespace(server, operate, ns):
+    server.create(schedext("out"))
+    server.create(schedext("in", namespace=ns))
+    operate(f"--namespace={ns}")
+    eventually(lambda: dig(server.get("schedexts", ns, "in"), READY))
+    assert {r.namespace for r in server.requests if r.user == "sked"} == {ns}
+
+
+def cut_off(server: ApiServer, plural: str) -> Fault:
+    """Silences sked's watch of a resource until the returned fault is cleared."""
+    silence = server.fault("GET", f"{plural}.*watch=true", None, "hang")
+    server.drop_connections()
+    eventually(lambda: silence.hits)
+    return silence
+
+
+def test_a_patch_never_hits_a_new_daemonset_of_the_same_name(world, server):
+    world.deploy()
+    silence = cut_off(server, "daemonsets")
+    server.delete("daemonsets", world.ns, "x")
+    theirs = server.create(unlabelled_daemonset("x", world.ns))
+    world.edit(sched=LAVD)
+    world.expect("NameTaken")
+    assert world.made() == theirs
+    silence.clear()
+
+
+def test_a_conflict_is_answered_by_a_fresh_look_at_once(world, server, mocker):
+    world.deploy()
+    eventually(world.is_idle)
+    world.set("backoff", lambda failures, most: most)  # any other retry comes after minutes
+    write = world.operator.write
+    edits = [in_template(hostPID=True)]  # made just before sked's next write
+
+    def write_late(method: str, path: str, *rest: Any) -> dict:
+        if "/daemonsets/" in path and edits:
+            world.drift(edits.pop())
+        return write(method, path, *rest)
+
+    mocker.patch.object(world.operator, "write", side_effect=write_late)
+    world.drift({"metadata": {"labels": {"managed-by": None}}})  # the watch shows no more of it
+    fields = "spec.template.spec.hostPID, metadata.labels.managed-by"
+    eventually(lambda: drift_events(server), [f"admin changed {fields}; sked has reverted it"])
+    assert [request.status for request in server.writes()].count(409) == 1
+    assert "hostPID" not in pod_spec(world.made())
+    assert world.made()["metadata"]["labels"] == {"managed-by": "sked-controller"}
+
+
+def test_an_invalid_spec_admitted_by_a_lax_schema_blocks_no_other_schedext(world, server):
+    server.validate = False
+    bad = [None, "text", {}, {"sched": "x", "nodeSelector": ["a"]}, {"sched": "x", "hostPaths": 5}]
+    for number, spec in enumerate(bad):
+        server.create(schedext(f"y-{number}") | {"spec": spec})
+    world.deploy(nodeSelector=A)  # more specific than those, which may be older
+    for number in range(len(bad)):
+        world.expect("Rejected", f"y-{number}")
+
+
+# ---------------------------------------------------------------- reconcile: drift and fights
+
+
+def events_of(server: ApiServer) -> list[tuple[str, str, str]]:
+    """Type, SchedExt and reason of every event, sorted."""
+    events = server.list("events")
+    return sorted((e["type"], e["involvedObject"]["name"], e["reason"]) for e in events)
+
+
+def drift_events(server: ApiServer) -> list[str]:
+    events = server.list("events")
+    return sorted(event["message"] for event in events if event["reason"] == "DriftUndone")
+
+
+def restart_rollout(world: World, when: str) -> None:
+    note = {"annotations": {"kubectl.kubernetes.io/restartedAt": when}}
+    world.drift({"spec": {"template": {"metadata": note}}})
+
+
+QUICK_EDITS = {  # by the field that each of them changes
+    "metadata.labels.managed-by": {"metadata": {"labels": {"managed-by": None}}},
+    "spec.minReadySeconds": {"spec": {"minReadySeconds": 7}},
+    "spec.template.spec.hostPID": in_template(hostPID=True),
+    "spec.template.spec.nodeSelector": in_template(nodeSelector={"a": "b"}),
+    f"metadata.annotations.{STAMP_ANNOTATION}": {
+        "metadata": {"annotations": {STAMP_ANNOTATION: None}}
+    },
+}
+
+
+def test_edits_are_undone_at_once_each_with_an_event_that_says_what_and_who(
+    world, server, fleet, caplog
+):
+    before = world.made()["spec"]
+    for number, edit in enumerate(QUICK_EDITS.values(), 1):
+        world.drift(edit)
+        eventually(lambda: len(drift_events(server)), number)
+        eventually(lambda: world.made()["spec"], before)
+    said = [f"admin changed {path}; sked has reverted it" for path in QUICK_EDITS]
+    assert drift_events(server) == sorted(said)
+    assert stamp_on(world.made())["generation"] == world.made()["metadata"]["generation"]
+    world.expect("AllReady")
+    assert "backing off" not in caplog.text + str(world.messages())
+
+
+def test_an_edit_while_sked_was_down_is_undone_and_told(world, server, fleet):
+    before = world.made()["spec"]
+    world.stop()
+    world.drift(in_template(containers=[SCHEDULER | {"image": "evil"}]))
+    world.start()
+    said = "admin changed spec.template.spec.containers.scx.image; sked has reverted it"
+    eventually(lambda: drift_events(server), [said])
+    assert world.made()["spec"] == before
+
+
+@pytest.mark.parametrize("was_down", [False, True], ids=["up", "down"])
+def test_a_deleted_daemonset_is_created_again_and_the_event_says_so(world, server, fleet, was_down):
+    eventually(world.is_idle)
+    old = world.made()["metadata"]["uid"]
+    if was_down:
+        world.stop()
+    server.delete("daemonsets", world.ns, "x")
+    if was_down:
+        world.start()
+    said = "the DaemonSet was deleted; sked has created it again"
+    eventually(lambda: drift_events(server), [said])
+    assert world.made()["metadata"]["uid"] != old
+
+
+def test_a_fight_is_reported_paced_and_never_given_up_until_something_new_is_wanted(world, server):
+    world.set("QUIET_SECONDS", 60.0)  # however slow this machine is
+    world.deploy()
+    before = world.made()["spec"]
+    edit = in_template(hostPID=True)
+    eventually(world.is_idle)
+    world.set("backoff", lambda failures, most: most)  # a pause takes minutes
+    for _ in range(7):
+        world.drift(edit)
+        eventually(lambda: world.made()["spec"], before)
+        eventually(world.is_stamped)
+    world.drift(edit)
+    said = "admin changed spec.template.spec.hostPID"
+    status = f"sked is backing off; the last time, {said}; sked has reverted it"
+    eventually(lambda: world.expect("RollingOut")["message"], contains(status))
+
+    world.edit(sched=LAVD)
+    eventually(world.image, LAVD)
+    assert "hostPID" not in pod_spec(world.made())
+    world.drift(edit)  # the fight is over, so this is undone at once
+    told = [f"{said}; sked has reverted it"] * 7
+    told.append(f"{told[0]} 7 times and is backing off")
+    eventually(lambda: drift_events(server), told)
+
+
+def test_repairs_are_paced_after_six_and_the_fight_is_over_after_a_quiet_minute(mocker):
+    clock = mocker.patch.object(sked, "monotonic", return_value=100.0)
+    mocker.patch.object(sked, "backoff", lambda failures, most: 10.0 * failures)
+    memory = sked.Memory("u-1")
+    for _ in range(7):
+        memory.check_pause("")
+        memory.repaired("an edit")
+    for seconds in (10.0, 20.0, 30.0):
+        with pytest.raises(sked.Blocked, match="the last time, an edit") as pause:
+            memory.check_pause("")
+        assert pause.value.look_again == seconds
+        clock.return_value += seconds + 59.0  # not quiet for long enough
+        memory.check_pause("")
+        memory.repaired("an edit")
+    clock.return_value += 40.0 + 61.0
+    for _ in range(7):
+        memory.check_pause("")
+        memory.repaired("an edit")
+    with pytest.raises(sked.Blocked):
+        memory.check_pause("")
+
+
+def test_a_wish_that_was_refused_waits_and_another_one_does_not():
+    memory = sked.Memory("u-1")
+    for _ in range(2):
+        with pytest.raises(sked.Blocked, match="no pods today") as pause:
+            memory.rejected("this", "no pods today", at_once=True)
+        assert pause.value.reason == "Rejected"
+    with pytest.raises(sked.Blocked):
+        memory.check_pause("this")
+    memory.check_pause("that")
+    for _ in range(4):
+        memory.rejected("that", "not now", at_once=False)  # counted afresh
+    with pytest.raises(sked.Blocked, match="not now"):
+        memory.rejected("that", "not now", at_once=False)
+
+
+def test_a_schedext_that_is_recreated_quickly_is_no_drift(world, server):
+    world.deploy()
+    silence = cut_off(server, "schedexts")  # so that sked sees the new one in place of the old
+    world.remove()
+    eventually(world.made, nothing)
+    uid = world.add()
+    silence.clear()
+    eventually(lambda: dig(world.made(), ".metadata.ownerReferences[0].uid"), uid)
+    world.expect("RollingOut")
+    assert drift_events(server) == []
+
+
+def test_a_lost_answer_and_a_revert_by_the_user_blame_nobody(world, server, fleet):
+    server.fault("PATCH", "/daemonsets/", action="lose")
+    down = server.fault("GET", "/daemonsets/x", None, status=503)
+    world.edit(sched=LAVD)
+    eventually(lambda: down.hits)
+    assert world.image() == LAVD
+    world.edit(sched=RUSTY)
+    eventually(lambda: known(world)["spec"]["sched"], RUSTY)
+    down.clear()
+    eventually(world.image, RUSTY)
+    world.expect("AllReady")
+    assert server.list("events") == []
+
+
+# ---------------------------------------------------------------- reconcile: admission
+
+
+def to_mirror(obj: dict) -> dict:
+    """What a policy makes of a DaemonSet: its images come from a mirror."""
+    text = json.dumps(obj).replace('"image": "ghcr.io/', '"image": "mirror/')
+    return json.loads(text)
+
+
+WRITES = "(create|update|patch) daemonsets"  # what a policy applies to
+
+
+def test_a_policy_that_rewrites_images_is_accepted_and_restarts_nobody(world, server, kubelets):
+    server.webhook = admission(WRITES, to_mirror)
+    for node in "abc":
+        kubelets.add_node(node, pool=node)
+    world.deploy("AllReady")
+    before = uids(kubelets)
+    assert world.written().count("patch daemonsets") == 0
+    assert world.restart() == []
+
+    world.stop()
+    world.add("pool", LAVD, nodeSelector=A)
+    world.start()
+    eventually(lambda: uids(kubelets), {node: before[node] for node in "bc"})
+    world.expect("AllReady", "pool")
+
+    world.edit(sched=LAVD)
+    world.expect("AllReady")
+    assert set(running(kubelets).values()) == {LAVD.replace("ghcr.io", "mirror")}
+    assert drift_events(server) == []
+
+
+def test_under_such_a_policy_only_drift_of_our_own_fields_is_undone_and_named(world, server):
+    server.webhook = admission(WRITES, to_mirror)
+    world.deploy()
+    before = world.made()["spec"]
+    world.drift(in_template(hostPID=True))
+    eventually(lambda: len(drift_events(server)), 1)
+    world.drift(in_template(containers=[SCHEDULER | {"image": "ghcr.io/evil/image"}]))
+    eventually(lambda: len(drift_events(server)), 2)
+    assert world.made()["spec"] == before
+    for number in range(9):  # more than a fight takes
+        since = time.time()
+        restart_rollout(world, str(number))
+        eventually(lambda since=since: world.written(since), contains("patch daemonsets"))
+    eventually(world.is_idle)
+    said = [message.partition(" changed ")[2].partition(";")[0] for message in drift_events(server)]
+    pod = "spec.template.spec"
+    assert said == [f"{pod}.containers.scx.image", f"{pod}.hostPID"]
+
+
+def test_a_stamp_that_admission_strips_makes_no_busy_loop_and_one_log_line(
+    world, server, fleet, caplog
+):
+    def strip(obj: dict) -> dict:
+        return merge(obj, {"metadata": {"annotations": {STAMP_ANNOTATION: None}}})
+
+    server.webhook = admission(WRITES, strip)
+    world.edit(sched=LAVD)
+    world.expect("AllReady")
+    world.drift(in_template(hostPID=True))
+    eventually(lambda: drift_events(server))
+    eventually(world.is_idle)
+    assert "hostPID" not in pod_spec(world.made())
+    assert world.written().count("patch daemonsets") == 3  # the wish; the repair and its stamp
+    assert caplog.text.count("something removes the annotation") == 1
+
+
+def test_a_wish_that_admission_overrules_takes_two_writes_once(world, server):
+    server.webhook = admission(WRITES, lambda obj: merge(obj, {"spec": {"minReadySeconds": 7}}))
+    world.deploy()
+    world.edit(minReadySeconds=5)
+    eventually(lambda: world.written().count("patch daemonsets"), 2)
+    eventually(world.is_idle)
+    assert stamp_on(world.made())["generation"] == world.made()["metadata"]["generation"] == 1
+    assert world.written().count("patch daemonsets") == 2
+    assert world.restart() == []
+
+
+# ---------------------------------------------------------------- reconcile: a 404
+
+
+def test_a_404_to_a_watch_does_not_empty_the_cache(world, server):
+    world.add("pool", nodeSelector=A)
+    world.deploy()
+    world.expect("RollingOut", "pool")
+    since = time.time()
+    lost = server.fault("GET", "schedexts.*watch=true", status=404)
+    down = server.fault("GET", "schedexts.*limit=", None)
+    server.end_watches()
+    eventually(lambda: (lost.hits, down.hits > 0), (1, True))
+    server.delete("daemonsets", world.ns, "x")
+    assert "affinity" in pod_spec(eventually(world.made))
+    assert set(world.written(since)) - {"create events"} == {"create daemonsets"}
+    down.clear()
+
+
+def test_deleting_the_crd_empties_the_cache_and_sked_works_again_when_it_is_back(
+    world, server, caplog
+):
+    world.deploy()
+    server.stop_listening()
+    server.delete(*CRD)
+    eventually(world.made, nothing)
+    since = time.time()
+    server.start_listening()
+    eventually(lambda: caplog.text, contains("has no schedexts"))
+    eventually(lambda: known(world), nothing)
+    server.create(THE_CRD)
+    world.add("new")
+    world.expect("RollingOut", "new")
+    assert sorted(world.written(since)) == ["create daemonsets", "patch schedexts/status"]
 
 
 # ---------------------------------------------------------------- status on a cluster
