@@ -2,9 +2,9 @@
 """Run sched_ext schedulers on Kubernetes nodes: one SchedExt in, one DaemonSet out.
 
     observed: a SchedExt, its DaemonSet and pods, and the SchedExts that it yields to
-        plan                     the DaemonSet to write, or None if it is as it should be
-        summarize, build_status  the status that goes with it
-    watch -> queue -> reconcile: plan and write; if there is nothing to write, the status
+        plan                     the DaemonSet to write, or None if nothing is to be written
+        summarize, build_status  the status to show
+    watch -> queue -> reconcile: write the DaemonSet that is planned, or else the status
 
 The operator comes first, as pure functions: who runs on a node, the DaemonSet, pods, the stamp and
 the plan, the status. Then comes the shell, most of which controller-runtime supplies to an operator
@@ -23,12 +23,9 @@ Words used throughout, with examples:
     selector    the nodeSelector of a SchedExt: {"pool": "latency"}
     winner      of two SchedExts that may meet on a node, the one that runs there; the other yields
     placement   which nodes a DaemonSet runs on: its nodeSelector and node affinity
-    wish        a hash of the DaemonSet that we want, which build_daemonset makes
-    runs        a hash of what the pods run: the part of the wish that they have to restart for
-    stamp       an annotation with what we must know about our last write of the DaemonSet:
-                {"wish": "5f0c...", "runs": "91be...", "parked": false, "generation": 4}
-    parked      a DaemonSet with the strategy OnDelete, because only its placement has changed:
-                pods on the nodes that it keeps need not restart
+    stamp       an annotation in which sked notes on the DaemonSet what it last wrote
+    parked      said of a DaemonSet whose last change affected only its placement: sked has set the
+                strategy OnDelete, so that no pod restarts on a node that keeps its scheduler
 
 Three rules keep it simple:
     Only keys travel through the queue. reconcile looks at what there is, not at what woke it.
@@ -159,7 +156,7 @@ def backoff(failures: int, most: float) -> float:
 SUSPENDED = "sked.schedkit.io/suspended"  # a label that no node has, so nothing runs anywhere
 MAX_TERMS = 100  # of a node affinity
 
-Pairs = frozenset  # some of the (label, value) pairs of a selector
+Pairs = frozenset  # of (label, value): a selector, or a part of one
 
 
 def selector_of(schedext: dict) -> dict:
@@ -181,21 +178,35 @@ def precedence(schedext: dict) -> tuple:
     return -len(selector_of(schedext)), str(created), key_of(schedext)
 
 
-def winners_of(schedext: dict, others: Iterable[dict]) -> list[dict]:
-    """Those of the others that run on the nodes that both select, if there are any."""
-    key, rank, mine = key_of(schedext), precedence(schedext), selector_of(schedext)
-    winners = []
+def rivals_of(schedext: dict, others: Iterable[dict]) -> list[dict]:
+    """Those of the others that may select a node that this one selects, too."""
+    key, mine = key_of(schedext), selector_of(schedext)
+    rivals = []
     for other in others:
         theirs = selector_of(other)
-        # No node has two values of one label.
-        conflicts = [label for label in mine if theirs.get(label, mine[label]) != mine[label]]
-        if not conflicts and key_of(other) != key and precedence(other) < rank:
-            winners.append(other)
-    return winners
+        differing_labels = [
+            label for label in mine if theirs.get(label, mine[label]) != mine[label]
+        ]
+        # No node has two values of one label. And the other may be an earlier state of this one.
+        if not differing_labels and key_of(other) != key:
+            rivals.append(other)
+    return rivals
+
+
+def winners_of(schedext: dict, others: Iterable[dict]) -> list[dict]:
+    """Those of the others to which this one yields."""
+    rank = precedence(schedext)
+    return [other for other in rivals_of(schedext, others) if precedence(other) < rank]
+
+
+def losers_of(schedext: dict, others: Iterable[dict]) -> list[dict]:
+    """Those of the others that yield to this one."""
+    rank = precedence(schedext)
+    return [other for other in rivals_of(schedext, others) if precedence(other) > rank]
 
 
 def twin_of(schedext: dict, winners: Iterable[dict]) -> dict | None:
-    """The first winner that selects exactly the same nodes: then no node is left."""
+    """The winner with the same selector, which leaves no node; of several, the one that runs."""
     mine = pairs_of(schedext)
     twins = [winner for winner in winners if pairs_of(winner) == mine]
     return min(twins, key=precedence, default=None)
@@ -212,9 +223,9 @@ def placement(schedext: dict, winners: list[dict]) -> dict:
 def affinity(mine: Pairs, winners: list[dict]) -> dict | None:
     """What keeps pods off the nodes of the winners. A suspended winner keeps its nodes, too.
 
-    A node is not a winner's if it lacks one of the winner's extra pairs. So there is a term (terms
-    are ORed) for each way to pick one extra pair of every winner. For a SchedExt that selects all
-    nodes and winners with {a: 1, b: 2} and {c: 3}: "not a=1 and not c=3" or "not b=2 and not c=3".
+    Beside winners with {a: 1, b: 2} and {c: 3}, a SchedExt for all nodes gets those where
+    "not a=1 and not c=3" or "not b=2 and not c=3": a node is free if of each winner it lacks one
+    pair, so there is a term (terms are ORed) for each way to pick one pair of every winner.
     """
     extras = {pairs_of(winner) - mine for winner in winners} - {Pairs()}  # a twin has none
     if not extras:
@@ -222,15 +233,15 @@ def affinity(mine: Pairs, winners: list[dict]) -> dict | None:
     terms = {Pairs()}
     # the shortest first, so that there are few terms on the way
     for extra in sorted(extras, key=lambda pairs: (len(pairs), sorted(pairs))):
-        done = {term for term in terms if term & extra}  # they exclude this winner already
-        terms = done | {term | {pair} for term in terms - done for pair in extra}
+        # A term with a pair of this winner excludes its nodes already.
+        terms = {term if term & extra else term | {pair} for term in terms for pair in extra}
         if len(terms) > MAX_TERMS:
             raise InvalidSpec(
                 "too many node pools: yielding to the SchedExts that win takes too many affinity "
                 "terms, so the DaemonSet is not written; use one label with a different value for "
                 "each pool"
             )
-        # a term that contains another one adds nothing
+        # A term that contains another one adds nothing.
         terms = {term for term in terms if not any(other < term for other in terms)}
     rules = {"nodeSelectorTerms": [not_in(term) for term in sorted(terms, key=sorted)]}
     return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": rules}}
@@ -348,9 +359,9 @@ def check_spec(schedext: dict) -> None:
 
 
 def build_daemonset(schedext: dict, yields_to: Iterable[dict] = ()) -> dict:
-    """The DaemonSet of a SchedExt, kept off the nodes of those in yields_to that win them.
+    """The DaemonSet of a SchedExt, kept off the nodes that other SchedExts in yields_to win.
 
-    Raises InvalidSpec, a ValueError, if there can be none.
+    Raises InvalidSpec, a ValueError, if none can be made.
     """
     check_spec(schedext)
     meta, spec = schedext["metadata"], schedext["spec"]
@@ -404,7 +415,7 @@ def build_daemonset(schedext: dict, yields_to: Iterable[dict] = ()) -> dict:
 
 
 def without_blanks(fields: dict) -> dict:
-    """The fields that say something: empty, false and 0 are the API server's defaults here."""
+    """Without fields that are empty, false or 0, which are the API server's defaults here."""
     return {field: value for field, value in fields.items() if value}
 
 
@@ -430,7 +441,7 @@ def counts_of(daemonset: dict) -> Counts:
 
 
 def generation_of(daemonset: dict) -> int:
-    """How often its spec has changed, its creation included."""
+    """The API server counts here how often the spec has changed; it starts with 1."""
     return daemonset["metadata"]["generation"]
 
 
@@ -461,7 +472,7 @@ class Pod(NamedTuple):
     An example, with sked's clock (monotonic) in seconds:
         100  its containers start and crash at once:  reason "CrashLoopBackOff", up_since None
         110  they run again, and are ready:           started "...:10Z", is_up, up_since 110
-        120  it has settled, so the crash is forgotten
+        120  it has settled, so the crash no longer counts
         500  unready while its kubelet restarts:      not is_up, but still up_since 110
     """
 
@@ -484,6 +495,97 @@ class Pod(NamedTuple):
     def is_failing(self, now: float, settle: float) -> bool:
         """After a failure it fails until it settles, so a crash loop is one steady failure."""
         return bool(self.reason) and self.settles_in(now, settle) > 0
+
+
+def last_end(container: dict) -> dict:
+    """How a container ended, if it ever did."""
+    state, earlier = container.get("state", {}), container.get("lastState", {})
+    return state.get("terminated") or earlier.get("terminated", {})
+
+
+def final_message(died: dict) -> str:
+    """The end of a container's termination message, in one line."""
+    lines = (" ".join(line.split()) for line in died.get("message", "").splitlines())
+    return " | ".join(line for line in lines if line)[-300:]
+
+
+def container_problem(container: dict, where: str) -> Problem:
+    """What is wrong with a container, or was before it restarted. where is the pod, for kubectl."""
+    waiting = container.get("state", {}).get("waiting", {})
+    died = last_end(container)
+    restarts = container.get("restartCount", 0)
+    reason = waiting.get("reason", CRASHED if died or restarts else "")
+    if reason in ("ContainerCreating", "PodInitializing"):
+        return "", ""
+    if reason != CRASHED:
+        return reason, waiting.get("message", "")
+    message = f"exit code {died.get('exitCode', 'unknown')}"
+    if died.get("reason", "Error") != "Error":
+        message += f" ({died['reason']})"
+    if restarts:
+        message += f", {restarts} restart{'' if restarts == 1 else 's'}"
+    if words := final_message(died):
+        message += f": {words}"
+    if died.get("exitCode") in CANNOT_RUN:  # then there is no log
+        return CRASHED, f"{message}; see 'kubectl describe pod {where}'"
+    previous = " --previous" if restarts else ""
+    return CRASHED, f"{message}; see 'kubectl logs {where} -c {container['name']}{previous}'"
+
+
+def probe_problem(probe: dict, where: str) -> Problem:
+    """The probe ends when no scheduler is attached, unless it could not run at all."""
+    reason, message = container_problem(probe, where)
+    died = last_end(probe)
+    if reason == CRASHED and died.get("exitCode") not in CANNOT_RUN:
+        message = final_message(died) or "no scheduler is attached"
+        return "NotAttached", f"{message}; its log may say why: 'kubectl logs {where} -c {SCX}'"
+    if reason:
+        message = f"the probe does not run (its image needs sh and grep): {message}"
+    return reason, message
+
+
+def probe_ended_later(scx: dict, probe: dict) -> bool:
+    """Whether scx runs again, and had settled by the time the probe ended."""
+    started = scx["state"].get("running", {}).get("startedAt")
+    ended = last_end(probe).get("finishedAt")  # null if the kubelet lost the container
+    if not started or not ended:
+        return False
+    return unix_time(ended) - unix_time(started) > SETTLE_SECONDS
+
+
+def pod_problem(meta: dict, status: dict, containers: dict) -> Problem:
+    """What is wrong with a pod, or was before its containers restarted."""
+    if status.get("reason"):  # it was evicted, for instance
+        return status["reason"], status.get("message", "")
+    for item in status.get("conditions") or ():
+        if item.get("reason") == "Unschedulable":
+            return "Unschedulable", item.get("message", "")
+    where = f"-n {meta['namespace']} {meta['name']}"
+    scx, probe = containers.get(SCX, {}), containers.get(PROBE, {})
+    reason, message = container_problem(scx, where)
+    if reason and not probe_ended_later(scx, probe):
+        return reason, message
+    return probe_problem(probe, where)
+
+
+def came_up_at(started: str, is_up: bool, old: Pod | None, now: float) -> float | None:
+    """When the containers of a pod came up, by monotonic(); None if they never did."""
+    if old and old.started == started and old.up_since is not None:
+        return old.up_since  # they run since then, even if they are unready for a moment
+    if not is_up:
+        return None
+    if old:
+        return now  # we saw it, and need not trust the node's clock
+    # They came up before sked started, and its restart must not make them young again.
+    return now - max(0.0, time.time() - unix_time(started))
+
+
+def target_node(spec: dict) -> str:
+    """The node that a DaemonSet's pod is meant for before it is bound."""
+    with suppress(KeyError, IndexError):
+        rules = spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        return rules["nodeSelectorTerms"][0]["matchFields"][0]["values"][0]
+    return ""
 
 
 def read_pod(obj: dict, old: Pod | None, now: float) -> Pod:
@@ -511,130 +613,27 @@ def read_pod(obj: dict, old: Pod | None, now: float) -> Pod:
     )
 
 
-def came_up_at(started: str, is_up: bool, old: Pod | None, now: float) -> float | None:
-    """When a pod came up, by monotonic(); None if these containers never did."""
-    if old and old.started == started and old.up_since is not None:
-        return old.up_since
-    if not is_up:
-        return None
-    if old:
-        # We saw it come up, and the node's clock may be wrong.
-        return now
-    # It was up before we looked, and a restart of sked must not unsettle it.
-    return now - max(0.0, time.time() - unix_time(started))
-
-
-def target_node(spec: dict) -> str:
-    """The node that a DaemonSet's pod is meant for before it is bound."""
-    with suppress(KeyError, IndexError):
-        rules = spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
-        return rules["nodeSelectorTerms"][0]["matchFields"][0]["values"][0]
-    return ""
-
-
-def pod_problem(meta: dict, status: dict, containers: dict) -> Problem:
-    """What is wrong with a pod, or was before its containers restarted."""
-    if status.get("reason"):  # it was evicted, for instance
-        return status["reason"], status.get("message", "")
-    for state in status.get("conditions") or ():
-        if state.get("reason") == "Unschedulable":
-            return "Unschedulable", state.get("message", "")
-    pod = f"-n {meta['namespace']} {meta['name']}"
-    scx, probe = containers.get(SCX, {}), containers.get(PROBE, {})
-    reason, message = container_problem(scx, pod)
-    if reason and not had_settled(scx, probe):
-        return reason, message
-    return probe_problem(probe, pod)
-
-
-def container_problem(container: dict, pod: str) -> Problem:
-    waiting = container.get("state", {}).get("waiting", {})
-    died = last_end(container)
-    restarts = container.get("restartCount", 0)
-    reason = waiting.get("reason", CRASHED if died or restarts else "")
-    if reason in ("ContainerCreating", "PodInitializing"):
-        return "", ""
-    if reason != CRASHED:
-        return reason, waiting.get("message", "")
-    message = f"exit code {died.get('exitCode', 'unknown')}"
-    if died.get("reason", "Error") != "Error":
-        message += f" ({died['reason']})"
-    if restarts:
-        message += f", {restarts} restart{'' if restarts == 1 else 's'}"
-    if words := final_message(died):
-        message += f": {words}"
-    command = f"kubectl logs {pod} -c {container['name']}{' --previous' if restarts else ''}"
-    if died.get("exitCode") in CANNOT_RUN:  # it has no log
-        command = f"kubectl describe pod {pod}"
-    return CRASHED, f"{message}; see '{command}'"
-
-
-def probe_problem(probe: dict, pod: str) -> Problem:
-    """The probe ends when no scheduler is attached, unless it could not run at all."""
-    reason, message = container_problem(probe, pod)
-    died = last_end(probe)
-    if reason == CRASHED and died.get("exitCode") not in CANNOT_RUN:
-        message = final_message(died) or "no scheduler is attached"
-        return "NotAttached", f"{message}; its log may say why: 'kubectl logs {pod} -c {SCX}'"
-    if reason:
-        message = f"the probe does not run (its image needs sh and grep): {message}"
-    return reason, message
-
-
-def had_settled(scx: dict, probe: dict) -> bool:
-    """Whether scx had settled before the probe ended: then the status tells of the probe."""
-    started = scx["state"].get("running", {}).get("startedAt")
-    ended = last_end(probe).get("finishedAt")  # null if the kubelet lost the container
-    if not started or not ended:
-        return False
-    return unix_time(ended) - unix_time(started) > SETTLE_SECONDS
-
-
-def last_end(container: dict) -> dict:
-    """How a container ended, if it ever did."""
-    now, before = container.get("state", {}), container.get("lastState", {})
-    return now.get("terminated") or before.get("terminated", {})
-
-
-def final_message(died: dict) -> str:
-    """The end of a container's termination message, in one line."""
-    lines = (" ".join(line.split()) for line in died.get("message", "").splitlines())
-    return " | ".join(line for line in lines if line)[-300:]
-
-
-# ---------------------------------------------------------------- the stamp and the plan
+# ---------------------------------------------------------------- the stamp
 
 STAMP = "sked.schedkit.io/applied"  # the annotation
 RESTARTED = "kubectl.kubernetes.io/restartedAt"  # the annotation of kubectl rollout restart
 PLACEMENT_FIELDS = ("nodeSelector", "affinity")
-# What sked owns at each level: these fields are as we want them, or absent.
-OWN_DAEMONSET_FIELDS = ("selector", *DAEMONSET_FIELDS)
-OWN_POD_FIELDS = (*POD_FIELDS, "volumes")
-OWN_CONTAINER_FIELDS = ("image", "command", *CONTAINER_FIELDS, "securityContext", "volumeMounts")
-
-
-class Observed(NamedTuple):
-    """What sked sees of one SchedExt."""
-
-    schedext: dict
-    daemonset: dict | None
-    pods: list[Pod]  # of that DaemonSet
-    winners: list[dict]  # the SchedExts that it yields to
-    is_first_look: bool = False  # sked has not yet seen the DaemonSet as it should be
 
 
 class Stamp(NamedTuple):
-    """A note on the DaemonSet about our last write. Compared with what is there now, it says:
+    """What sked notes on the DaemonSet with each write, for instance
 
-    same wish, same generation: the DaemonSet is as we left it, whatever admission made of our write
-    same wish, another generation: someone else has changed the spec
-    another wish: there is something new to write
+        {"wish": "5f0c...", "runs": "91be...", "parked": false, "generation": 4}
+
+    Another wish than now:     sked wants something new.
+    The same, same generation: the DaemonSet is as sked left it, whatever admission made of that.
+    Another generation:        someone else has edited it since.
     """
 
-    wish: str  # hash of the DaemonSet that we wanted
-    runs: str  # hash of what its pods have to restart for
+    wish: str  # hash of what build_daemonset made
+    runs: str  # hash of the part of it that pods must restart for
     parked: bool
-    generation: int  # of the DaemonSet after that write
+    generation: int  # of the DaemonSet after the write
 
 
 NO_STAMP = Stamp("", "", False, 0)
@@ -656,17 +655,43 @@ def with_stamp(daemonset: dict, stamp: Stamp) -> dict:
     return daemonset | {"metadata": meta | {"annotations": annotations}}
 
 
+def is_repair(old: Stamp, new: Stamp) -> bool:
+    """Whether a write only restores what sked wanted before: someone else has changed something."""
+    return (old.wish, old.parked) == (new.wish, new.parked)
+
+
 def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def digest_of_runs(wanted: dict, have: dict | None) -> str:
-    """Of the pods' template without its placement, and of the time of kubectl rollout restart: that
-    restarts the pods of a parked DaemonSet, too."""
+    """A hash of the template without its placement.
+
+    The time of the last kubectl rollout restart counts, too: that ends parking.
+    """
     template = wanted["spec"]["template"]
     pod = {k: v for k, v in template["spec"].items() if k not in PLACEMENT_FIELDS}
     restarted = have and have["spec"]["template"]["metadata"].get("annotations", {}).get(RESTARTED)
     return digest([template["metadata"], pod, restarted])
+
+
+# ---------------------------------------------------------------- the plan
+
+# What sked owns at each level: these fields are as wanted, or absent.
+OWN_DAEMONSET_FIELDS = ("selector", *DAEMONSET_FIELDS)
+OWN_POD_FIELDS = (*POD_FIELDS, "volumes")
+OWN_CONTAINER_FIELDS = ("image", "command", *CONTAINER_FIELDS, "securityContext", "volumeMounts")
+
+
+class Observed(NamedTuple):
+    """What sked sees of one SchedExt."""
+
+    schedext: dict
+    daemonset: dict | None
+    stamp: Stamp  # of the DaemonSet
+    pods: list[Pod]  # of the DaemonSet
+    winners: list[dict]  # the SchedExts that it yields to
+    is_first_look: bool = False  # sked has just started: until then, it saw nothing
 
 
 def pod_spec(daemonset: dict) -> dict:
@@ -704,14 +729,13 @@ def revisions_of(pods: list[Pod]) -> set[str]:
 def is_rolled_out(daemonset: dict, pods: list[Pod]) -> bool:
     """Whether all pods are of the current template.
 
-    The counts tell, unless there are pods on lost or tainted nodes, which the counts leave out.
-    Then all pods must be of one revision, and the counts or one of the pods must show that it is
-    the current one. (The counts and the pods may each be some moments old.)
+    The counts leave out pods on lost and tainted nodes. If there are any (misscheduled), all pods
+    must be of one revision, and the counts or one of the pods must show that it is the current one.
     """
     counts = counts_of(daemonset)
     if not pods and not counts.current and not counts.misscheduled:
-        return True  # the first pods may be on their way, and they are of this template
-    all_updated = counts.current > 0 and counts.updated == counts.current
+        return True  # those to come will be
+    all_updated = 0 < counts.current == counts.updated
     if all_updated and not counts.misscheduled:
         return True
     annotations = daemonset["metadata"].get("annotations", {})
@@ -720,30 +744,26 @@ def is_rolled_out(daemonset: dict, pods: list[Pod]) -> bool:
     return len(revisions_of(pods)) == 1 and (all_updated or is_one_current)
 
 
-def should_be_parked(observed: Observed, wanted: dict, wish: str) -> bool:
-    """Whether the DaemonSet is parked from now on, given that its pods need not restart.
+def stays_parked(observed: Observed) -> bool:
+    """Whether a parked DaemonSet stays so while nothing new is wanted: until all of its pods are of
+    the current template anyway."""
+    have, pods = observed.daemonset, observed.pods
+    return not (pods and is_observed(have) and is_rolled_out(have, pods))
 
-    With the strategy OnDelete, the DaemonSet controller removes pods from the nodes that it loses,
-    adds them on new ones, and leaves the others alone. Raises Blocked until the controller has
-    observed the last change.
+
+def becomes_parked(observed: Observed, wanted: dict) -> bool:
+    """Whether something new, for which no pod must restart, leaves the DaemonSet parked.
+
+    Raises Blocked until the DaemonSet controller has observed the last change.
     """
     have, pods = observed.daemonset, observed.pods
-    old = stamp_of(have)
-    if old.generation != generation_of(have):
-        # Someone has edited it. If they changed the strategy as well, the controller may already
-        # have replaced pods.
-        return old.parked and have["spec"]["updateStrategy"]["type"] == "OnDelete"
-    if wish == old.wish:
-        # Once parked, it stays so until all pods are of the current template.
-        return old.parked and not (pods and is_observed(have) and is_rolled_out(have, pods))
     if is_observed(have) and not pods and not any(counts_of(have)):
-        return False  # there is no pod that could restart, and none is on its way
-    if old.parked:
-        return True
+        return False  # no pod could restart
+    if observed.stamp.parked:
+        return True  # its pods are still of an earlier template
     if all(pod_spec(wanted).get(field) == pod_spec(have).get(field) for field in PLACEMENT_FIELDS):
         return False
     if not is_observed(have):
-        # The counts and pods are those of an earlier template.
         raise Blocked("RollingOut", "waiting for the DaemonSet controller", GATHER_SECONDS)
     # In the middle of a rollout, parking would leave the old pods as they are.
     return is_rolled_out(have, pods)
@@ -753,7 +773,7 @@ def by_name(containers: list) -> dict:
     return {container["name"]: container for container in containers}
 
 
-def lay_over(target: dict, wanted: dict, fields: Iterable[str]) -> None:
+def set_fields(target: dict, wanted: dict, fields: Iterable[str]) -> None:
     """Make these fields of target as wanted. One that is not wanted is removed."""
     for field in fields:
         if field in wanted:
@@ -762,7 +782,7 @@ def lay_over(target: dict, wanted: dict, fields: Iterable[str]) -> None:
             target.pop(field, None)
 
 
-def metadata_laid_over(have: dict, wanted: dict) -> dict:
+def merged_metadata(have: dict, wanted: dict) -> dict:
     """The metadata with our label and our owner reference. Those of others stay."""
     meta = have["metadata"]
     owners = [*(meta.get("ownerReferences") or ()), *wanted["metadata"]["ownerReferences"]]
@@ -772,25 +792,28 @@ def metadata_laid_over(have: dict, wanted: dict) -> dict:
     }
 
 
-def spec_laid_over(have: dict, wanted: dict, with_template: bool) -> dict:
-    """The spec with the fields that sked owns as wanted; the others stay.
+def merged_spec(have: dict, wanted: dict, parked: bool, with_template: bool) -> dict:
+    """The spec in which the fields that sked owns are as wanted. All others stay.
 
-    Of the template this is only the placement, unless all of it is asked for.
+    Without the template, only the placement in it is made as wanted: then the rest stays as
+    admission made it, and no pod must restart.
     """
     spec = copy.deepcopy(have)
     template, pod = spec["template"], spec["template"]["spec"]
     wanted_pod = wanted["template"]["spec"]
-    lay_over(spec, wanted, OWN_DAEMONSET_FIELDS)
-    lay_over(pod, wanted_pod, PLACEMENT_FIELDS)
+    set_fields(spec, wanted, OWN_DAEMONSET_FIELDS)
+    set_fields(pod, wanted_pod, PLACEMENT_FIELDS)
+    if parked:
+        spec["updateStrategy"] = {"type": "OnDelete"}
     if with_template:
-        lay_over(pod, wanted_pod, OWN_POD_FIELDS)
+        set_fields(pod, wanted_pod, OWN_POD_FIELDS)
         labels = template["metadata"].get("labels", {}) | wanted["template"]["metadata"]["labels"]
         template["metadata"]["labels"] = labels
         there = by_name(pod["containers"])
         pod["containers"] = []
         for container in wanted_pod["containers"]:
             target = there.get(container["name"], {})
-            lay_over(target, container, {*OWN_CONTAINER_FIELDS, *container})
+            set_fields(target, container, {*OWN_CONTAINER_FIELDS, *container})
             pod["containers"].append(target)
     return spec
 
@@ -798,94 +821,42 @@ def spec_laid_over(have: dict, wanted: dict, with_template: bool) -> dict:
 def plan(observed: Observed) -> dict | None:
     """The DaemonSet to write, with its stamp; None if it is as it should be.
 
-    Raises InvalidSpec if there can be none, and Blocked if it must not be written, or not yet.
+    Raises InvalidSpec if none can be made, and Blocked if it must not be written, or not yet.
     """
-    have = observed.daemonset
+    have, old = observed.daemonset, observed.stamp
     wanted = build_daemonset(observed.schedext, observed.winners)
     wish, runs = digest(wanted), digest_of_runs(wanted, have)
     if not have:
         return with_stamp(wanted, Stamp(wish, runs, parked=False, generation=1))
-    check_control(observed.schedext, have)  # what is not ours is never touched
-    old, generation = stamp_of(have), generation_of(have)
-    is_edited = old.generation != generation  # by someone else
-    must_restart = old.runs != runs
+    check_control(observed.schedext, have)
+    generation = generation_of(have)
+    is_edited = generation != old.generation  # by someone else, since our last write
+    must_restart = runs != old.runs
     if observed.is_first_look and is_edited and wish != old.wish and not must_restart:
-        # The edit hides whether a rollout is complete, on which parking depends. So first undo the
-        # edit and keep the placement: the next pass changes that.
+        # Both happened while sked was down: an edit, and a change of nodes. Parking needs a rollout
+        # that is complete, and an edit hides that. So undo the edit first: this wish is the old
+        # one, with the placement that is there. The next pass changes the nodes.
         wish = old.wish
-        lay_over(pod_spec(wanted), pod_spec(have), PLACEMENT_FIELDS)
-    parked = not must_restart and should_be_parked(observed, wanted, wish)
+        set_fields(pod_spec(wanted), pod_spec(have), PLACEMENT_FIELDS)
+    if must_restart:
+        parked = False
+    elif is_edited:
+        # With another strategy, the controller may have replaced pods already.
+        parked = old.parked and have["spec"]["updateStrategy"]["type"] == "OnDelete"
+    elif wish == old.wish:
+        parked = old.parked and stays_parked(observed)
+    else:
+        parked = becomes_parked(observed, wanted)
     spec = have["spec"]
     if is_edited or (wish, runs, parked) != (old.wish, old.runs, old.parked):
-        # If the pods need not restart, the template stays as it is, with what admission changed.
-        spec = spec_laid_over(spec, wanted["spec"], is_edited or must_restart)
-        if parked:
-            spec["updateStrategy"] = {"type": "OnDelete"}
+        spec = merged_spec(spec, wanted["spec"], parked, is_edited or must_restart)
     if spec != have["spec"] and not is_edited:
-        # The write raises the generation. Undoing an edit may not, so we do not count on it: a
-        # stamp that is behind costs another write, one that is ahead would hide an edit.
+        # This write raises the generation. One that undoes an edit may not, since the API server
+        # fills in its defaults again. If this guess is wrong, write_daemonset corrects the stamp.
         generation += 1
-    target = have | {"metadata": metadata_laid_over(have, wanted), "spec": spec}
+    target = have | {"metadata": merged_metadata(have, wanted), "spec": spec}
     target = with_stamp(target, Stamp(wish, runs, parked, generation))
     return target if target != have else None
-
-
-def is_repair(have: dict, target: dict) -> bool:
-    """Whether a write only restores what we wanted before: someone else has changed something."""
-    before, after = stamp_of(have), stamp_of(target)
-    return (before.wish, before.parked) == (after.wish, after.parked)
-
-
-def changed_fields(before: dict, after: dict) -> list[str]:
-    """The paths at which two states of a DaemonSet differ, both as the API server gave them."""
-    paths = list(different_paths(before["spec"], after["spec"], "spec"))
-    for field, default in (("labels", {}), ("ownerReferences", [])):
-        old, new = before["metadata"].get(field, default), after["metadata"].get(field, default)
-        paths += different_paths(old, new, f"metadata.{field}")
-    return paths
-
-
-def different_paths(before: Any, after: Any, path: str) -> Iterator[str]:
-    if path.endswith(".containers") and before and after:
-        before, after = by_name(before), by_name(after)
-    if isinstance(before, dict) and isinstance(after, dict):
-        for name in sorted(before.keys() | after.keys()):
-            yield from different_paths(before.get(name), after.get(name), f"{path}.{name}")
-    elif before != after and (before or after):
-        yield path
-
-
-def listed(names: list[str]) -> str:
-    """At most five of them."""
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more
-
-
-def last_editor(daemonset: dict) -> str:
-    """Who has changed it since our last write, as far as managedFields tell: a removed field leaves
-    no trace there. Writers of the status do not count."""
-    ours, theirs = "", ("", "")
-    for entry in daemonset["metadata"].get("managedFields", ()):
-        when, manager = entry.get("time", ""), entry.get("manager", "")
-        if manager == FIELD_MANAGER:
-            ours = max(ours, when)
-        elif not entry.get("subresource"):
-            theirs = max(theirs, (when, manager))
-    when, manager = theirs
-    return manager if manager and when >= ours else "an unknown client"
-
-
-def merge_patch(before: dict, after: dict) -> dict:
-    """The JSON merge patch that turns one object into the other: null removes a field."""
-    patch = {}
-    for name in before | after:
-        old, new = before.get(name), after.get(name)
-        if isinstance(old, dict) and isinstance(new, dict):
-            if inner := merge_patch(old, new):
-                patch[name] = inner
-        elif new != old:
-            patch[name] = new
-    return patch
 
 
 # ---------------------------------------------------------------- status
@@ -898,116 +869,56 @@ WARNINGS = ("NodesFailing", "NoNodes", *STALLING)  # reasons that are worth an e
 class Summary(NamedTuple):
     """What the counts of a DaemonSet and its pods add up to."""
 
-    desired: int  # nodes that should have a pod
-    ready: int  # those where it has settled
-    updated: int  # those where it runs what is wanted now
-    failing: int  # those where it fails, or that have had no pod for a while
-    lacking: int  # those that have no pod
-    failing_pods: list[Pod]  # sorted by node
-    settling: int  # pods that are up and have not settled
-    settles_in: list[float]  # seconds until each pod that once came up will have settled
-
-
-def is_parked(daemonset: dict) -> bool:
-    return stamp_of(daemonset).parked
+    desired: int = 0  # nodes that should have a pod
+    ready: int = 0  # those where it has settled
+    updated: int = 0  # those where it runs what is wanted now
+    failing: int = 0  # those where it fails, or that have had no pod for a while
+    lacking: int = 0  # those that have no pod
+    failing_pods: tuple[Pod, ...] = ()  # sorted by node
+    settling: int = 0  # pods that are up and have not settled
+    settles_in: float = inf  # seconds until the next pod has settled
 
 
 def summarize(observed: Observed, unchanged_for: float, now: float) -> Summary:
-    """What there is to tell, given for how many seconds the counts have been the same."""
+    """The numbers for the status. The counts have been the same for unchanged_for seconds."""
     schedext, daemonset, pods = observed.schedext, observed.daemonset, observed.pods
     if not daemonset or controller_of(daemonset).get("uid") != schedext["metadata"]["uid"]:
-        return Summary(0, 0, 0, 0, 0, [], 0, [])  # it is not ours
+        return Summary()  # it is not ours
     counts = counts_of(daemonset)
     settle = settle_seconds(daemonset)
     failing_pods = [pod for pod in pods if pod.is_failing(now, settle)]
     up = [pod for pod in pods if pod.is_up]
     settling = sum(pod.settles_in(now, settle) > 0 for pod in up)
+    waits = [pod.settles_in(now, settle) for pod in pods]
     lacking = counts.desired - counts.current
     return Summary(
         desired=counts.desired,
-        # The counts leave out lost nodes. They and the pods may each be some moments old.
+        # The smaller one: pods on lost nodes may look up, and either may be some moments old.
         ready=max(0, min(len(up), counts.ready) - settling),
-        updated=counts.current if is_parked(daemonset) else counts.updated,
+        # Parked pods are of an earlier template, but run what is wanted.
+        updated=counts.current if observed.stamp.parked else counts.updated,
         failing=len(failing_pods) + (lacking if unchanged_for >= SETTLE_SECONDS else 0),
         lacking=lacking,
-        failing_pods=sorted(failing_pods, key=lambda pod: pod.node),
+        failing_pods=tuple(sorted(failing_pods, key=lambda pod: pod.node)),
         settling=settling,
-        settles_in=[wait for pod in pods if 0 < (wait := pod.settles_in(now, settle)) < inf],
+        settles_in=min((wait for wait in waits if wait > 0), default=inf),
     )
 
 
-def build_status(observed: Observed, summary: Summary, blocked: Blocked | None, now: str) -> dict:
-    """The status of a SchedExt."""
-    old = observed.schedext["status"]
-    generation = generation_of(observed.schedext)
+def next_change_in(summary: Summary, unchanged_for: float, blocked: Blocked | None) -> float:
+    """Seconds until time alone may change the status."""
+    waits = [summary.settles_in]
     if blocked:
-        reason, message = blocked.reason, str(blocked)
-    else:
-        reason, message = ready_reason(observed, summary)
-    states = {"Ready": "True" if reason in ("AllReady", "Suspended") else "False"}
-    if reason in STALLING:
-        states["Stalled"] = "True"  # else GitOps tools would wait forever
-    conditions = [c for c in old.get("conditions", ()) if c["type"] not in ("Ready", "Stalled")]
-    for kind, state in states.items():
-        before = condition(old, kind)
-        is_same = before.get("status") == state
-        conditions.append(
-            {
-                "type": kind,
-                "status": state,
-                "reason": reason,
-                "message": message,
-                "observedGeneration": generation,
-                "lastTransitionTime": before.get("lastTransitionTime", now) if is_same else now,
-            }
-        )
-    return {
-        "observedGeneration": generation,
-        "nodes": {
-            field: getattr(summary, field) for field in ("desired", "ready", "updated", "failing")
-        },
-        "failures": [
-            {
-                "node": pod.node,
-                "pod": pod.name,
-                "reason": pod.reason,
-                "message": pod.message,
-            }
-            for pod in summary.failing_pods[:MAX_FAILURES]
-        ],
-        "conditions": conditions,
-    }
+        waits.append(blocked.look_again)
+    if summary.lacking and unchanged_for < SETTLE_SECONDS:
+        waits.append(SETTLE_SECONDS - unchanged_for)
+    return min(waits)
 
 
-def condition(status: dict, kind: str) -> dict:
-    return next((c for c in status.get("conditions", ()) if c["type"] == kind), {})
-
-
-def ready_reason(observed: Observed, summary: Summary) -> Problem:
-    """Reason and message of the Ready condition if the DaemonSet is as it should be."""
-    schedext, daemonset, winners = observed.schedext, observed.daemonset, observed.winners
-    desired = summary.desired
-    suspended = schedext["spec"].get("suspend")
-    twin = twin_of(schedext, winners)
-    if twin and not suspended:
-        return "Conflict", conflict_message(twin)
-    if not daemonset or not is_observed(daemonset):
-        return "RollingOut", "waiting for the DaemonSet controller"
-    if suspended:
-        if left := counts_of(daemonset).misscheduled:
-            return "RollingOut", f"suspended; waiting for pods to end: {left}"
-        return "Suspended", "runs on no node; set spec.suspend to false to resume"
-    if not desired:
-        return "NoNodes", no_nodes_message(schedext, winners)
-    if summary.failing:
-        return "NodesFailing", failing_message(observed, summary)
-    is_current = summary.updated >= desired and len(revisions_of(observed.pods)) <= 1
-    if summary.ready < desired or not (is_current or is_parked(daemonset)):
-        return "RollingOut", rolling_message(observed, summary)
-    message = f"running on {desired} of {desired} nodes"
-    if is_parked(daemonset):
-        message += "; parked: only the choice of nodes has changed, so running pods were kept"
-    return "AllReady", message
+def listed(names: list[str]) -> str:
+    """At most five of them."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
 
 
 def conflict_message(twin: dict) -> str:
@@ -1049,11 +960,8 @@ def rolling_message(observed: Observed, summary: Summary) -> str:
     namespace, name = key_of(observed.schedext)
     message = f"ready on {summary.ready} of {summary.desired} nodes, updated on {summary.updated}"
     strategy = daemonset["spec"].get("updateStrategy", {}).get("type")
-    if (
-        summary.updated >= summary.desired
-        and len(revisions_of(observed.pods)) > 1
-        and not is_parked(daemonset)
-    ):
+    is_mixed = len(revisions_of(observed.pods)) > 1 and not observed.stamp.parked
+    if summary.updated >= summary.desired and is_mixed:
         message += "; waiting for the last old pods to go"
     elif summary.settling:
         message += f"; waiting for the pods to stay up for {settle_seconds(daemonset):.0f} s"
@@ -1063,14 +971,73 @@ def rolling_message(observed: Observed, summary: Summary) -> str:
     return message
 
 
-def next_change_in(summary: Summary, unchanged_for: float, blocked: Blocked | None) -> float:
-    """Seconds until time alone may change the status."""
-    waits = [inf, *summary.settles_in]
+def ready_reason(observed: Observed, summary: Summary) -> Problem:
+    """Reason and message of the Ready condition if the DaemonSet is as it should be."""
+    schedext, daemonset, winners = observed.schedext, observed.daemonset, observed.winners
+    desired, parked = summary.desired, observed.stamp.parked
+    suspended = schedext["spec"].get("suspend")
+    twin = twin_of(schedext, winners)
+    if twin and not suspended:
+        return "Conflict", conflict_message(twin)
+    if not daemonset or not is_observed(daemonset):
+        return "RollingOut", "waiting for the DaemonSet controller"
+    if suspended:
+        if left := counts_of(daemonset).misscheduled:
+            return "RollingOut", f"suspended; waiting for pods to end: {left}"
+        return "Suspended", "runs on no node; set spec.suspend to false to resume"
+    if not desired:
+        return "NoNodes", no_nodes_message(schedext, winners)
+    if summary.failing:
+        return "NodesFailing", failing_message(observed, summary)
+    is_current = summary.updated >= desired and len(revisions_of(observed.pods)) <= 1
+    if summary.ready < desired or not (is_current or parked):
+        return "RollingOut", rolling_message(observed, summary)
+    message = f"running on {desired} of {desired} nodes"
+    if parked:
+        message += "; parked: only the choice of nodes has changed, so running pods were kept"
+    return "AllReady", message
+
+
+def condition(status: dict, kind: str) -> dict:
+    return next((c for c in status.get("conditions", ()) if c["type"] == kind), {})
+
+
+def build_status(observed: Observed, summary: Summary, blocked: Blocked | None, now: str) -> dict:
+    """The status of a SchedExt."""
+    old = observed.schedext["status"]
+    generation = generation_of(observed.schedext)
     if blocked:
-        waits.append(blocked.look_again)
-    if summary.lacking and unchanged_for < SETTLE_SECONDS:
-        waits.append(SETTLE_SECONDS - unchanged_for)
-    return min(waits)
+        reason, message = blocked.reason, str(blocked)
+    else:
+        reason, message = ready_reason(observed, summary)
+    states = {"Ready": "True" if reason in ("AllReady", "Suspended") else "False"}
+    if reason in STALLING:
+        states["Stalled"] = "True"  # else GitOps tools would wait forever
+    conditions = [c for c in old.get("conditions", ()) if c["type"] not in ("Ready", "Stalled")]
+    for kind, state in states.items():
+        before = condition(old, kind)
+        is_same = before.get("status") == state
+        conditions.append(
+            {
+                "type": kind,
+                "status": state,
+                "reason": reason,
+                "message": message,
+                "observedGeneration": generation,
+                "lastTransitionTime": before.get("lastTransitionTime", now) if is_same else now,
+            }
+        )
+    return {
+        "observedGeneration": generation,
+        "nodes": {
+            field: getattr(summary, field) for field in ("desired", "ready", "updated", "failing")
+        },
+        "failures": [
+            {"node": pod.node, "pod": pod.name, "reason": pod.reason, "message": pod.message}
+            for pod in summary.failing_pods[:MAX_FAILURES]
+        ],
+        "conditions": conditions,
+    }
 
 
 def build_event(schedext: dict, kind: str, reason: str, message: str, now: str) -> dict:
@@ -1466,10 +1433,9 @@ class SchedExts(Reflector):
         # The losers leave a new winner's nodes at once, so that it finds the kernel free. They wait
         # a moment before they return to the nodes of a deleted one: its pods may end by then.
         delay = 0.0 if new else GATHER_SECONDS
-        claims = [claim for claim in (old, new) if claim]
-        for other in self.values():
-            if winners_of(other, claims):
-                self.operator.queue.add(key_of(other), delay)
+        for claim in (old, new):
+            for loser in losers_of(claim, self.values()) if claim else ():
+                self.operator.queue.add(key_of(loser), delay)
 
 
 def claim_of(schedext: dict) -> tuple:
@@ -1591,31 +1557,93 @@ class WorkQueue:
             return self.condition.wait_for(lambda: not self.busy, timeout)
 
 
+# ---------------------------------------------------------------- what a write changed
+
+
+def merge_patch(before: dict, after: dict) -> dict:
+    """The JSON merge patch that turns one object into the other: null removes a field."""
+    patch = {}
+    for name in before | after:
+        old, new = before.get(name), after.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            if inner := merge_patch(old, new):
+                patch[name] = inner
+        elif new != old:
+            patch[name] = new
+    return patch
+
+
+def different_paths(before: Any, after: Any, path: str) -> Iterator[str]:
+    if path.endswith(".containers") and before and after:
+        before, after = by_name(before), by_name(after)
+    if isinstance(before, dict) and isinstance(after, dict):
+        for name in sorted(before.keys() | after.keys()):
+            yield from different_paths(before.get(name), after.get(name), f"{path}.{name}")
+    elif before != after and (before or after):
+        yield path
+
+
+def changed_fields(before: dict, after: dict) -> list[str]:
+    """The paths at which two states of a DaemonSet differ, both as the API server gave them."""
+    paths = list(different_paths(before["spec"], after["spec"], "spec"))
+    for field, default in (("labels", {}), ("ownerReferences", [])):
+        old, new = before["metadata"].get(field, default), after["metadata"].get(field, default)
+        paths += different_paths(old, new, f"metadata.{field}")
+    if stamp_of(before) == NO_STAMP:
+        paths.append(f"metadata.annotations.{STAMP}")
+    return paths
+
+
+def last_editor(daemonset: dict) -> str:
+    """Who has changed it since our last write, as far as managedFields tell.
+
+    A removed field leaves no trace there. Writers of the status do not count.
+    """
+    ours, theirs = "", ("", "")
+    for entry in daemonset["metadata"].get("managedFields", ()):
+        when, manager = entry.get("time", ""), entry.get("manager", "")
+        if manager == FIELD_MANAGER:
+            ours = max(ours, when)
+        elif not entry.get("subresource"):
+            theirs = max(theirs, (when, manager))
+    when, manager = theirs
+    return manager if manager and when >= ours else "an unknown client"
+
+
 # ---------------------------------------------------------------- what the process remembers
 
 QUICK_REPAIRS = 6  # made at once; after that it is a fight, and sked pauses between repairs
 QUIET_SECONDS = 60.0  # after this long without a repair, a fight is over
-UNKNOWN = 0  # the generation in a stamp that we cannot trust: plan takes it for an edit
+
+
+class Pause(NamedTuple):
+    """A wish that must not be written again yet. Another wish need not wait."""
+
+    wish: str
+    until: float  # by monotonic()
+    reason: str  # for the status
+    message: str
+
+
+NO_PAUSE = Pause("", 0.0, "", "")
 
 
 class Memory:
-    """What sked remembers of one SchedExt. A restart loses it, and nothing goes wrong."""
+    """What sked remembers of one SchedExt. The stamp and the status hold what a restart needs."""
 
     def __init__(self, schedext_uid: str) -> None:
         self.schedext_uid = schedext_uid
         self.is_first_look = True  # until the DaemonSet has been as it should be once
-        # the DaemonSet, as we last wrote it or found it as it should be
+        # The DaemonSet, as we last wrote it or found it as it should be:
         self.uid = ""
         self.generation = 0
         self.stamp = NO_STAMP
         self.stamp_sticks = True  # False if something strips the stamp from what we write
-        # when the same wish may be written again, and what the status says until then
-        self.paused_wish = ""
-        self.paused_until = 0.0
-        self.pause_reason = self.pause_message = ""
+        # Trouble with writing it:
+        self.refused = ("", 0)  # a wish, and how often in a row it was refused
         self.repairs = 0  # of what others changed, in a row
-        self.rejections: dict[str, int] = {}  # how often in a row a wish was refused, by wish
-        # the status
+        self.pause = NO_PAUSE
+        # The status:
         self.next_status = 0.0  # the earliest time for another write of it
         self.counts: tuple | None = None  # of the DaemonSet, as last seen
         self.counts_since = 0.0
@@ -1625,50 +1653,47 @@ class Memory:
         """Note a write, of the DaemonSet or of the status."""
         self.next_status = monotonic() + GATHER_SECONDS
 
-    def found(self, daemonset: dict) -> None:
-        """Note a DaemonSet that is as it should be."""
-        self.uid = daemonset["metadata"]["uid"]
-        self.generation = generation_of(daemonset)
-        self.stamp = stamp_of(daemonset)
-        self.rejections = {}
-
     def wrote_daemonset(self, answer: dict, stamp: Stamp) -> None:
         """Note the API server's answer to a write of the DaemonSet with this stamp."""
         self.wrote()
-        self.found(answer)
-        self.stamp_sticks = self.stamp == stamp
+        self.uid = answer["metadata"]["uid"]
+        self.generation = generation_of(answer)
         self.stamp = stamp
+        self.stamp_sticks = stamp_of(answer) == stamp
+        self.refused = ("", 0)
+
+    def found_as_wanted(self, observed: Observed) -> None:
+        """Note a DaemonSet that is as it should be."""
+        self.uid = observed.daemonset["metadata"]["uid"]
+        self.generation = generation_of(observed.daemonset)
+        self.stamp = observed.stamp
+        self.refused = ("", 0)
+        self.is_first_look = False
 
     def is_ahead_of(self, daemonset: dict) -> bool:
         """Whether this copy of the DaemonSet is older than our last write."""
         is_same = daemonset["metadata"]["uid"] == self.uid
         return is_same and generation_of(daemonset) < self.generation
 
-    def with_our_stamp(self, daemonset: dict) -> dict:
-        """The DaemonSet with a stamp that plan can trust, or that is marked as UNKNOWN."""
-        stamp = stamp_of(daemonset)
-        if self.uid and daemonset["metadata"]["uid"] != self.uid:
-            # Someone has made a new one, perhaps from an edited copy, stamp included.
-            return with_stamp(daemonset, stamp._replace(generation=UNKNOWN))
-        if not self.stamp_sticks:
-            # Something strips it whenever we write, so our memory stands in for it.
-            return with_stamp(daemonset, self.stamp)
-        if stamp == NO_STAMP and self.uid:
-            # Someone has removed it.
-            return with_stamp(daemonset, self.stamp._replace(generation=UNKNOWN))
-        return daemonset
+    def stamp_to_trust(self, daemonset: dict) -> Stamp:
+        """The stamp on the DaemonSet, unless we know better."""
+        if not self.uid:
+            return stamp_of(daemonset)
+        if daemonset["metadata"]["uid"] != self.uid:
+            return NO_STAMP  # someone has made a new one, perhaps from a copy with our stamp
+        if self.stamp_sticks and stamp_of(daemonset) != NO_STAMP:
+            return stamp_of(daemonset)
+        return self.stamp
 
-    def pause(self, wish: str, seconds: float, reason: str, message: str) -> None:
-        """Do not write this wish again for this many seconds. Another wish need not wait."""
-        self.paused_wish = wish
-        self.paused_until = monotonic() + seconds
-        self.pause_reason, self.pause_message = reason, message
-
-    def check_pause(self, wish: str) -> None:
-        """Raise Blocked if it is too soon to write this wish again."""
-        wait = self.paused_until - monotonic()
-        if wish == self.paused_wish and wait > 0:
-            raise Blocked(self.pause_reason, self.pause_message, wait)
+    def rejected(self, wish: str, message: str, at_once: bool) -> None:
+        """Note a refusal. Raises Blocked if it belongs in the status: at once, or if it lasts."""
+        last_wish, times = self.refused
+        times = times + 1 if wish == last_wish else 1
+        self.refused = wish, times
+        if at_once or times > PATIENCE:
+            until = monotonic() + backoff(times, BLOCKED_SECONDS)
+            self.pause = Pause(wish, until, "Rejected", message)
+            self.check_pause(wish)
 
     def repaired(self, drift: str) -> None:
         """Note what our last write undid; empty if it was nothing that sked owns.
@@ -1677,28 +1702,26 @@ class Memory:
         but it waits longer each time, until no repair has been needed for a minute, or something
         new has been written.
         """
-        if monotonic() > self.paused_until + QUIET_SECONDS:
+        if monotonic() > self.pause.until + QUIET_SECONDS:
             self.repairs = 0
         self.repairs += 1
-        fights = self.repairs - QUICK_REPAIRS
-        seconds = backoff(fights, RETRY_SECONDS) if fights > 0 else 0.0
+        too_many = self.repairs - QUICK_REPAIRS
+        until = monotonic() + (backoff(too_many, RETRY_SECONDS) if too_many > 0 else 0.0)
         message = (
             "the DaemonSet is being changed again and again, and sked is backing off; the last "
+            f"time, {drift or 'the change was to fields that sked does not own'}"
         )
-        message += f"time, {drift or 'the change was to fields that sked does not own'}"
-        self.pause(self.stamp.wish, seconds, "RollingOut", message)
+        self.pause = Pause(self.stamp.wish, until, "RollingOut", message)
 
     def wrote_something_new(self) -> None:
         self.repairs = 0
-        self.paused_until = 0.0
+        self.pause = NO_PAUSE
 
-    def rejected(self, wish: str, message: str, at_once: bool) -> None:
-        """Note a refusal. Raises Blocked if it belongs in the status: at once, or if it lasts."""
-        times = self.rejections.get(wish, 0) + 1
-        self.rejections = {wish: times}
-        if at_once or times > PATIENCE:
-            self.pause(wish, backoff(times, BLOCKED_SECONDS), "Rejected", message)
-            self.check_pause(wish)
+    def check_pause(self, wish: str) -> None:
+        """Raise Blocked if it is too soon to write this wish again."""
+        wait = self.pause.until - monotonic()
+        if wish == self.pause.wish and wait > 0:
+            raise Blocked(self.pause.reason, self.pause.message, wait)
 
     def note_counts(self, counts: tuple, was_failing: bool) -> float:
         """Note the counts. Returns for how many seconds they have been the same.
@@ -1832,7 +1855,7 @@ class Operator:
         if not schedext or "deletionTimestamp" in schedext["metadata"]:
             # There is no finalizer: the owner reference makes the garbage collector clean up.
             if self.memories.pop(key, None):
-                log.info("%s/%s: deleted, and with it the DaemonSet that sked made for it", *key)
+                log.info("%s/%s: deleted", *key)
             return inf
         uid = schedext["metadata"]["uid"]
         if key not in self.memories or self.memories[key].schedext_uid != uid:
@@ -1844,8 +1867,7 @@ class Operator:
             if target:
                 self.write_daemonset(key, observed, target)
                 return GATHER_SECONDS  # the status follows when the controller has had a moment
-            self.memories[key].found(observed.daemonset)
-            self.memories[key].is_first_look = False
+            self.memories[key].found_as_wanted(observed)
         except InvalidSpec as error:
             blocked = Blocked("Rejected", str(error), look_again=inf)  # until somebody edits it
         except Blocked as error:
@@ -1856,13 +1878,15 @@ class Operator:
         """What there is."""
         memory = self.memories[key]
         daemonset = self.find_daemonset(key, schedext)
-        pods = []
+        stamp, pods = NO_STAMP, []
         if daemonset:
-            daemonset = memory.with_our_stamp(daemonset)
+            stamp = memory.stamp_to_trust(daemonset)
+            if not memory.stamp_sticks:
+                daemonset = with_stamp(daemonset, stamp)  # else we would write it again and again
             uid = daemonset["metadata"]["uid"]
             pods = [pod for pod in self.pods.values() if pod.daemonset_uid == uid]
         winners = winners_of(schedext, self.schedexts.values())
-        return Observed(schedext, daemonset, pods, winners, memory.is_first_look)
+        return Observed(schedext, daemonset, stamp, pods, winners, memory.is_first_look)
 
     def find_daemonset(self, key: Key, schedext: dict) -> dict | None:
         """The DaemonSet, or None.
@@ -1893,23 +1917,21 @@ class Operator:
             raise ApiError(409, "the SchedExt is gone, but the watch has not said so yet")
 
     def write_daemonset(self, key: Key, observed: Observed, target: dict) -> None:
-        """Write what is planned, report it, and correct the stamp if the generation is not the one
-        that was planned: an edit was undone, or the API server found nothing to change."""
+        """Write what is planned, and report it."""
         schedext, have, memory = observed.schedext, observed.daemonset, self.memories[key]
-        memory.check_pause(stamp_of(target).wish)
+        stamp = stamp_of(target)
+        memory.check_pause(stamp.wish)
         if have:
-            is_drift = is_repair(have, target)
-        else:  # someone has deleted it, if there was one
+            is_drift = is_repair(observed.stamp, stamp)
+        else:  # If there was a DaemonSet, someone has deleted it.
             is_drift = bool(memory.uid or schedext["status"].get("nodes", {}).get("desired"))
         answer = self.apply(key, have, target)
-        stamp = stamp_of(target)
-        try:
-            if generation_of(answer) != stamp.generation:
-                stamp = stamp._replace(generation=generation_of(answer))
+        if generation_of(answer) != stamp.generation:
+            # It is not the planned one, because the write undid an edit, or changed nothing.
+            stamp = stamp._replace(generation=generation_of(answer))
+            with suppress(ApiError):  # The next pass would try again.
                 self.apply(key, answer, with_stamp(answer, stamp))
-        finally:
-            self.report_write(key, observed, answer, is_drift)
-        memory.is_first_look = False
+        self.report_write(key, observed, answer, is_drift)
 
     def apply(self, key: Key, have: dict | None, target: dict) -> dict:
         """Create or patch the DaemonSet. Raises Blocked if a refusal belongs in the status."""
@@ -1948,16 +1970,14 @@ class Operator:
         self.memories[key].rejected(wish, message, at_once=error.status in (400, 422))
 
     def report_write(self, key: Key, observed: Observed, answer: dict, is_drift: bool) -> None:
-        """Log a write of the DaemonSet, and send an event about what it undid."""
+        """Log a write of the DaemonSet, and send an event if it undid what someone else did."""
         have, memory = observed.daemonset, self.memories[key]
         changes = changed_fields(have, answer) if have else []
         if not is_drift:
             memory.wrote_something_new()
-            deed = f"changed {listed(changes)} of" if changes else "stamped"
-            log.info("%s/%s: %s the DaemonSet", *key, deed if have else "created")
+            action = f"changed {listed(changes)} of" if changes else "stamped"
+            log.info("%s/%s: %s the DaemonSet", *key, action if have else "created")
             return
-        if have and stamp_of(have).generation == UNKNOWN:
-            changes.append(f"metadata.annotations.{STAMP}")
         drift = ""
         if not have:
             drift = "the DaemonSet was deleted; sked has created it again"
