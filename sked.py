@@ -85,6 +85,7 @@ Key = tuple[str, str]
 
 API_VERSION = "sked.schedkit.io/v1"
 OURS = {"managed-by": "sked-controller"}  # the label of every DaemonSet and pod that sked makes
+SELECT_OURS = "managed-by=sked-controller"
 FIELD_MANAGER = "sked"  # our name in managedFields: the API server takes it from the User-Agent
 GATHER_SECONDS = 1.0  # changes are batched for this long before a status is written
 BLOCKED_SECONDS = 60.0  # how soon sked looks again at what only someone else can fix
@@ -227,7 +228,8 @@ def affinity(mine: Pairs, winners: list[dict]) -> dict | None:
     "not a=1 and not c=3" or "not b=2 and not c=3": a node is free if of each winner it lacks one
     pair, so there is a term (terms are ORed) for each way to pick one pair of every winner.
     """
-    extras = {pairs_of(winner) - mine for winner in winners} - {Pairs()}  # a twin has none
+    extras = {pairs_of(winner) - mine for winner in winners}
+    extras.discard(Pairs())  # of a twin
     if not extras:
         return None
     terms = {Pairs()}
@@ -642,7 +644,7 @@ NO_STAMP = Stamp("", "", False, 0)
 def stamp_of(daemonset: dict) -> Stamp:
     """NO_STAMP if there is none, or nonsense."""
     text = daemonset["metadata"].get("annotations", {}).get(STAMP)
-    with suppress(TypeError, ValueError, RecursionError):
+    with suppress(TypeError, ValueError, RecursionError):  # anybody may have written anything
         stamp = Stamp(**json.loads(text))
         if [type(value) for value in stamp] == [str, str, bool, int]:
             return stamp
@@ -677,7 +679,7 @@ def digest_of_runs(wanted: dict, have: dict | None) -> str:
 
 # ---------------------------------------------------------------- the plan
 
-# What sked owns at each level: these fields are as wanted, or absent.
+# What sked owns at each level, beside placement and containers: it is as wanted, or absent.
 OWN_DAEMONSET_FIELDS = ("selector", *DAEMONSET_FIELDS)
 OWN_POD_FIELDS = (*POD_FIELDS, "volumes")
 OWN_CONTAINER_FIELDS = ("image", "command", *CONTAINER_FIELDS, "securityContext", "volumeMounts")
@@ -813,7 +815,7 @@ def merged_spec(have: dict, wanted: dict, parked: bool, with_template: bool) -> 
         pod["containers"] = []
         for container in wanted_pod["containers"]:
             target = there.get(container["name"], {})
-            set_fields(target, container, {*OWN_CONTAINER_FIELDS, *container})
+            set_fields(target, container, {*OWN_CONTAINER_FIELDS, *container})  # also the probe's
             pod["containers"].append(target)
     return spec
 
@@ -967,7 +969,7 @@ def rolling_message(observed: Observed, summary: Summary) -> str:
         message += f"; waiting for the pods to stay up for {settle_seconds(daemonset):.0f} s"
     elif strategy == "OnDelete" and summary.updated < counts_of(daemonset).current:
         message += "; updateStrategy is OnDelete: to replace the pods, run 'kubectl delete pod "
-        message += f"-n {namespace} -l name={name},managed-by=sked-controller'"
+        message += f"-n {namespace} -l name={name},{SELECT_OURS}'"
     return message
 
 
@@ -1164,9 +1166,9 @@ def client_tls(configuration: Configuration) -> ssl.SSLContext:
 
 @contextmanager
 def package_errors() -> Iterator[list[str]]:
-    """What the kubernetes package would log inside the with block. It is not logged.
+    """Collects what the kubernetes package would log in a with block.
 
-    It does not raise when a credential plugin fails: it writes to the root logger and goes on.
+    A credential plugin that fails raises nothing there: the package logs that and goes on.
     """
     errors = []
 
@@ -1187,13 +1189,14 @@ class Api:
     def __init__(self, configure: Callable[[], Configuration]) -> None:
         self.configure = configure
         self.lock = threading.Lock()
+        self.must_connect = True  # before the next request
         self.host = "an API server that it cannot log in to yet"
-        with suppress(ApiError):  # if a credential plugin fails, each request tries again
+        with suppress(ApiError):  # A credential plugin failed; the next request tries again.
             self.connect()
 
     def connect(self) -> None:
         """Read the configuration, with its credentials and certificates, and start anew."""
-        self.must_connect = True  # until all of this has worked
+        self.must_connect = True  # still, if any of this fails
         configuration = self.configure()
         configuration.retries = False
         configuration.connection_pool_maxsize = POOL_CONNECTIONS
@@ -1306,7 +1309,7 @@ class Reflector:
     concerns. None stands for an object that does not exist.
     """
 
-    QUERY = {"labelSelector": "managed-by=sked-controller"}
+    QUERY = {"labelSelector": SELECT_OURS}
 
     def __init__(self, operator: Operator, namespace: str) -> None:
         self.operator = operator
@@ -1328,14 +1331,15 @@ class Reflector:
         short_watches = 0  # in a row
         while not self.operator.stop.is_set():
             started = monotonic()
-            start, version = version, ""
             try:
-                version = self.watch(start or self.list())
+                version = self.watch(version or self.list())
             except ApiError as error:
+                version = ""
                 # A watch that gets 404 or 410 is no fault: the next list tells.
                 if error.status not in (404, 410):
                     self.operator.faults.report(self.name, str(error))
             except Exception:
+                version = ""
                 log.exception("%s: unexpected error in the watch loop", self.name)
             if monotonic() > started + RECONNECT_SECONDS:
                 short_watches = 0
@@ -1371,10 +1375,10 @@ class Reflector:
         return page["metadata"]["resourceVersion"]
 
     def watch(self, version: str) -> str:
-        """Watch from a version on. Returns the last version seen.
+        """Watch from a version on. Returns the last version seen, where the next watch resumes.
 
-        It returns "" if no event came at all, not even a bookmark, and run lists again: that is how
-        some servers answer a version from before they were restored from a backup.
+        No event at all, not even a bookmark, may mean that the server was restored from a backup,
+        and has not reached this version again. Then this returns "", so that run() lists.
         """
         last = ""
         with self.operator.api.watch(self.path, **self.QUERY, resourceVersion=version) as events:
@@ -1430,8 +1434,8 @@ class SchedExts(Reflector):
             return
         if not self.filled.is_set():
             return  # the first list queues everybody
-        # The losers leave a new winner's nodes at once, so that it finds the kernel free. They wait
-        # a moment before they return to the nodes of a deleted one: its pods may end by then.
+        # Losers leave the nodes of a new winner at once. They wait a moment before they return to
+        # those of a deleted one, so that its pods may end by then.
         delay = 0.0 if new else GATHER_SECONDS
         for claim in (old, new):
             for loser in losers_of(claim, self.values()) if claim else ():
@@ -1447,8 +1451,10 @@ class DaemonSets(Reflector):
     RESOURCE = DAEMONSETS
 
     def changed(self, old: dict | None, new: dict | None) -> None:
-        """Queue its SchedExt, at once if someone else has edited the DaemonSet. The rest can wait,
-        even a deletion: the SchedExt may be gone, too, and its watch may not have said so."""
+        """Queue its SchedExt, at once if someone else has edited the DaemonSet. The rest can wait.
+
+        A deletion, too: the SchedExt may have been deleted as well, and that may be heard later.
+        """
         is_edit = bool(old and new) and stamp_of(new).generation != generation_of(new)
         self.operator.queue.add(key_of(new or old), 0.0 if is_edit else GATHER_SECONDS)
 
@@ -1826,14 +1832,13 @@ class Operator:
         try:
             look_again = self.reconcile(key)
         except ApiError as error:
-            if error.is_outage():  # logged once, however many keys it affects
-                self.faults.report(who, str(error))
+            if error.is_outage():
+                self.faults.report(who, str(error))  # logged once, however many keys it affects
                 self.queue.failed(key, "outage", RECONNECT_SECONDS)
             else:
-                # After a failure, find_daemonset does not trust the cache.
-                is_behind = error.status in (404, 409)
-                result = "requeue" if is_behind else "error"
-                times = self.queue.failed(key, "refusal", BLOCKED_SECONDS, at_once=is_behind)
+                is_cache_behind = error.status in (404, 409)  # find_daemonset will ask the server
+                result = "requeue" if is_cache_behind else "error"
+                times = self.queue.failed(key, "refusal", BLOCKED_SECONDS, at_once=is_cache_behind)
                 if times > PATIENCE:
                     self.faults.report(who, f"{who}: {error}")
         except Exception:
@@ -1970,7 +1975,7 @@ class Operator:
         self.memories[key].rejected(wish, message, at_once=error.status in (400, 422))
 
     def report_write(self, key: Key, observed: Observed, answer: dict, is_drift: bool) -> None:
-        """Log a write of the DaemonSet, and send an event if it undid what someone else did."""
+        """Log a write of the DaemonSet, and send an event about what it undid."""
         have, memory = observed.daemonset, self.memories[key]
         changes = changed_fields(have, answer) if have else []
         if not is_drift:
@@ -2029,7 +2034,7 @@ class Operator:
             self.send_event(schedext, "Normal", reason, message)
 
     def send_event(self, schedext: dict, kind: str, reason: str, message: str) -> None:
-        """A failure is ignored: the log and the status say much the same."""
+        """Send an event. If that fails, nothing is lost: the log and the status say the same."""
         path = path_to(EVENTS, schedext["metadata"]["namespace"])
         event = build_event(schedext, kind, reason, message, timestamp())
         with suppress(ApiError):
@@ -2127,7 +2132,7 @@ class Elector:
             self.renewed_at = None
             expires_at = self.observed_at + spec.get("leaseDurationSeconds", LEASE_SECONDS)
             if holder and sent_at < expires_at:
-                return
+                return  # another replica leads
             transitions = spec.get("leaseTransitions", -1) + 1
             spec = spec | {"acquireTime": now, "leaseTransitions": transitions}
         ours = {"holderIdentity": self.identity, "leaseDurationSeconds": LEASE_SECONDS}
