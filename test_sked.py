@@ -5226,40 +5226,6 @@ def test_the_readmes_own_program_says_what_it_watches_and_makes_a_daemonset(serv
     assert line.endswith(f" watches SchedExts at http://127.0.0.1:{server.port}\n")
 
 
-LUA = next(filter(None, map(shutil.which, ("lua5.1", "lua5.4", "lua"))), None)
-
-
-@pytest.mark.skipif(not LUA, reason="needs Lua (Debian: lua5.1)")
-@cases(
-    "status, health",
-    """
-    ready: ['{conditions = {stalled, ready("AllReady", 2)}}', "Healthy AllReady: why"]
-    rolling out: ['{conditions = {ready("RollingOut", 2)}}', "Progressing RollingOut: why"]
-    suspended: ['{conditions = {ready("Suspended", 2)}}', "Suspended Suspended: why"]
-    failing: ['{conditions = {ready("NodesFailing", 2)}}', "Degraded NodesFailing: why"]
-    refused: ['{conditions = {ready("Rejected", 2), stalled}}', "Degraded Rejected: why"]
-    of the last generation: ['{conditions = {ready("AllReady", 1)}}', Progressing waiting for sked]
-    no conditions: ["{}", Progressing waiting for sked]
-    no status: ["nil", Progressing waiting for sked]
-    """,
-)
-def test_argo_cds_health_check_follows_the_reason(status, health):
-    (config,) = [block for block in blocks("yaml") if "resource.customizations" in block]
-    (check,) = yaml.safe_load(config)["data"].values()
-    program = f"""
-        local function ready(reason, generation)
-          return {{type="Ready", reason=reason, message="why", observedGeneration=generation}}
-        end
-        local stalled = {{type="Stalled", reason="Rejected", message="x", observedGeneration=2}}
-        local obj = {{metadata = {{generation = 2}}, status = {status}}}
-        local function check(obj) {check} end
-        local health = check(obj)
-        print(health.status .. " " .. health.message)
-    """
-    done = subprocess.run([LUA, "-"], input=program, capture_output=True, text=True)
-    assert (done.stderr, done.stdout) == ("", f"{health}\n")
-
-
 def test_the_readmes_policy_refuses_new_images_but_never_the_off_switch(real):
     (block,) = [block for block in blocks("yaml") if "ValidatingAdmissionPolicy" in block]
     policy, binding = yaml.safe_load_all(block)
