@@ -179,35 +179,22 @@ def precedence(schedext: dict) -> tuple:
     return -len(selector_of(schedext)), str(created), key_of(schedext)
 
 
-def rivals_of(schedext: dict, others: Iterable[dict]) -> list[dict]:
-    """Those of the others that may select a node that this one selects, too."""
-    key, mine = key_of(schedext), selector_of(schedext)
-    rivals = []
-    for other in others:
-        theirs = selector_of(other)
-        differing_labels = [
-            label for label in mine if theirs.get(label, mine[label]) != mine[label]
-        ]
-        # No node has two values of one label. And the other may be an earlier state of this one.
-        if not differing_labels and key_of(other) != key:
-            rivals.append(other)
-    return rivals
+def loses_to(schedext: dict, other: dict) -> bool:
+    """Whether both may select the same node, and the other SchedExt wins there."""
+    mine, theirs = selector_of(schedext), selector_of(other)
+    for label in mine.keys() & theirs.keys():
+        if mine[label] != theirs[label]:
+            return False  # no node has two values of one label
+    return key_of(other) != key_of(schedext) and precedence(other) < precedence(schedext)
 
 
 def winners_of(schedext: dict, others: Iterable[dict]) -> list[dict]:
     """Those of the others to which this one yields."""
-    rank = precedence(schedext)
-    return [other for other in rivals_of(schedext, others) if precedence(other) < rank]
-
-
-def losers_of(schedext: dict, others: Iterable[dict]) -> list[dict]:
-    """Those of the others that yield to this one."""
-    rank = precedence(schedext)
-    return [other for other in rivals_of(schedext, others) if precedence(other) > rank]
+    return [other for other in others if loses_to(schedext, other)]
 
 
 def twin_of(schedext: dict, winners: Iterable[dict]) -> dict | None:
-    """The winner with the same selector, which leaves no node; of several, the one that runs."""
+    """The first of the winners with the same selector, if any: it leaves no node to this one."""
     mine = pairs_of(schedext)
     twins = [winner for winner in winners if pairs_of(winner) == mine]
     return min(twins, key=precedence, default=None)
@@ -235,7 +222,7 @@ def affinity(mine: Pairs, winners: list[dict]) -> dict | None:
     terms = {Pairs()}
     # the shortest first, so that there are few terms on the way
     for extra in sorted(extras, key=lambda pairs: (len(pairs), sorted(pairs))):
-        # A term with a pair of this winner excludes its nodes already.
+        # A term that has a pair of this winner excludes its nodes already.
         terms = {term if term & extra else term | {pair} for term in terms for pair in extra}
         if len(terms) > MAX_TERMS:
             raise InvalidSpec(
@@ -250,7 +237,7 @@ def affinity(mine: Pairs, winners: list[dict]) -> dict | None:
 
 
 def not_in(pairs: Pairs) -> dict:
-    """The affinity term for nodes that have none of the pairs."""
+    """The affinity term for nodes that have none of the pairs. One that lacks a label matches."""
     values = defaultdict(list)
     for label, value in sorted(pairs):
         values[label].append(value)
@@ -361,7 +348,7 @@ def check_spec(schedext: dict) -> None:
 
 
 def build_daemonset(schedext: dict, yields_to: Iterable[dict] = ()) -> dict:
-    """The DaemonSet of a SchedExt, kept off the nodes that other SchedExts in yields_to win.
+    """The DaemonSet of a SchedExt. It stays off the nodes of those in yields_to that win.
 
     Raises InvalidSpec, a ValueError, if none can be made.
     """
@@ -411,13 +398,13 @@ def build_daemonset(schedext: dict, yields_to: Iterable[dict] = ()) -> dict:
         "metadata": without_blanks(metadata),
         "spec": without_blanks(daemonset_spec),
     }
-    # A copy, which shares nothing with us or the SchedExt. YAML may have parsed an unquoted string
-    # as a date.
+    # A copy, which shares nothing with us or the SchedExt. str: YAML may have parsed an unquoted
+    # string as a date.
     return json.loads(json.dumps(daemonset, default=str))
 
 
 def without_blanks(fields: dict) -> dict:
-    """Without fields that are empty, false or 0, which are the API server's defaults here."""
+    """Without fields that are empty, false or 0, which is what an absent field means here."""
     return {field: value for field, value in fields.items() if value}
 
 
@@ -512,11 +499,14 @@ def final_message(died: dict) -> str:
 
 
 def container_problem(container: dict, where: str) -> Problem:
-    """What is wrong with a container, or was before it restarted. where is the pod, for kubectl."""
+    """What is wrong with a container, or was before it restarted.
+
+    where: how to name its pod to kubectl, for instance "-n tools scx-rusty-x2x7p".
+    """
     waiting = container.get("state", {}).get("waiting", {})
     died = last_end(container)
     restarts = container.get("restartCount", 0)
-    reason = waiting.get("reason", CRASHED if died or restarts else "")
+    reason = waiting.get("reason") or (CRASHED if died or restarts else "")
     if reason in ("ContainerCreating", "PodInitializing"):
         return "", ""
     if reason != CRASHED:
@@ -547,7 +537,7 @@ def probe_problem(probe: dict, where: str) -> Problem:
 
 
 def probe_ended_later(scx: dict, probe: dict) -> bool:
-    """Whether scx runs again, and had settled by the time the probe ended."""
+    """Whether scx runs, and had been up for long enough when the probe ended: then it is well."""
     started = scx["state"].get("running", {}).get("startedAt")
     ended = last_end(probe).get("finishedAt")  # null if the kubelet lost the container
     if not started or not ended:
@@ -627,15 +617,15 @@ class Stamp(NamedTuple):
 
         {"wish": "5f0c...", "runs": "91be...", "parked": false, "generation": 4}
 
-    Another wish than now:     sked wants something new.
-    The same, same generation: the DaemonSet is as sked left it, whatever admission made of that.
-    Another generation:        someone else has edited it since.
+    If build_daemonset makes something with another hash now, sked wants something new. If not, and
+    the DaemonSet still has this generation, it is as sked left it, whatever admission made of that.
+    If it has another generation, someone else has edited it since.
     """
 
     wish: str  # hash of what build_daemonset made
     runs: str  # hash of the part of it that pods must restart for
     parked: bool
-    generation: int  # of the DaemonSet after the write
+    generation: int  # that the write gives to the DaemonSet; plan has to foresee it
 
 
 NO_STAMP = Stamp("", "", False, 0)
@@ -669,7 +659,7 @@ def digest(value: Any) -> str:
 def digest_of_runs(wanted: dict, have: dict | None) -> str:
     """A hash of the template without its placement.
 
-    The time of the last kubectl rollout restart counts, too: that ends parking.
+    The time of the last kubectl rollout restart is part of it, so pods must restart for that, too.
     """
     template = wanted["spec"]["template"]
     pod = {k: v for k, v in template["spec"].items() if k not in PLACEMENT_FIELDS}
@@ -693,7 +683,7 @@ class Observed(NamedTuple):
     stamp: Stamp  # of the DaemonSet
     pods: list[Pod]  # of the DaemonSet
     winners: list[dict]  # the SchedExts that it yields to
-    is_first_look: bool = False  # sked has just started: until then, it saw nothing
+    is_first_look: bool = False  # since sked started
 
 
 def pod_spec(daemonset: dict) -> dict:
@@ -731,32 +721,33 @@ def revisions_of(pods: list[Pod]) -> set[str]:
 def is_rolled_out(daemonset: dict, pods: list[Pod]) -> bool:
     """Whether all pods are of the current template.
 
-    The counts leave out pods on lost and tainted nodes. If there are any (misscheduled), all pods
-    must be of one revision, and the counts or one of the pods must show that it is the current one.
+    The counts leave out the pods on lost and tainted nodes (misscheduled). Without such pods, the
+    counts suffice. With them, all pods must be of one revision, which must be the current one.
     """
     counts = counts_of(daemonset)
     if not pods and not counts.current and not counts.misscheduled:
-        return True  # those to come will be
+        return True  # pods to come will be of the current template
     all_updated = 0 < counts.current == counts.updated
     if all_updated and not counts.misscheduled:
         return True
     annotations = daemonset["metadata"].get("annotations", {})
     generation = annotations.get("deprecated.daemonset.template.generation")
-    is_one_current = any(pod.template_generation == generation for pod in pods)
-    return len(revisions_of(pods)) == 1 and (all_updated or is_one_current)
+    one_is_current = any(pod.template_generation == generation for pod in pods)
+    return len(revisions_of(pods)) == 1 and (all_updated or one_is_current)
 
 
-def stays_parked(observed: Observed) -> bool:
-    """Whether a parked DaemonSet stays so while nothing new is wanted: until all of its pods are of
-    the current template anyway."""
+def remains_parked(observed: Observed) -> bool:
+    """Whether a parked DaemonSet remains parked while nothing new is wanted: until all of its pods
+    are of the current template anyway."""
     have, pods = observed.daemonset, observed.pods
     return not (pods and is_observed(have) and is_rolled_out(have, pods))
 
 
-def becomes_parked(observed: Observed, wanted: dict) -> bool:
-    """Whether something new, for which no pod must restart, leaves the DaemonSet parked.
+def needs_parking(observed: Observed, wanted: dict) -> bool:
+    """Whether something new, for which no pod must restart, has to be written parked: else the
+    DaemonSet controller would replace the pods.
 
-    Raises Blocked until the DaemonSet controller has observed the last change.
+    Raises Blocked until the controller has observed the last change.
     """
     have, pods = observed.daemonset, observed.pods
     if is_observed(have) and not pods and not any(counts_of(have)):
@@ -764,7 +755,7 @@ def becomes_parked(observed: Observed, wanted: dict) -> bool:
     if observed.stamp.parked:
         return True  # its pods are still of an earlier template
     if all(pod_spec(wanted).get(field) == pod_spec(have).get(field) for field in PLACEMENT_FIELDS):
-        return False
+        return False  # the template stays as it is
     if not is_observed(have):
         raise Blocked("RollingOut", "waiting for the DaemonSet controller", GATHER_SECONDS)
     # In the middle of a rollout, parking would leave the old pods as they are.
@@ -815,7 +806,8 @@ def merged_spec(have: dict, wanted: dict, parked: bool, with_template: bool) -> 
         pod["containers"] = []
         for container in wanted_pod["containers"]:
             target = there.get(container["name"], {})
-            set_fields(target, container, {*OWN_CONTAINER_FIELDS, *container})  # also the probe's
+            # Of the probe, sked owns every field that it sets.
+            set_fields(target, container, {*OWN_CONTAINER_FIELDS, *container})
             pod["containers"].append(target)
     return spec
 
@@ -835,9 +827,10 @@ def plan(observed: Observed) -> dict | None:
     is_edited = generation != old.generation  # by someone else, since our last write
     must_restart = runs != old.runs
     if observed.is_first_look and is_edited and wish != old.wish and not must_restart:
-        # Both happened while sked was down: an edit, and a change of nodes. Parking needs a rollout
-        # that is complete, and an edit hides that. So undo the edit first: this wish is the old
-        # one, with the placement that is there. The next pass changes the nodes.
+        # While sked was down, someone edited the DaemonSet, and other nodes came to be wanted. A
+        # DaemonSet that was edited cannot be parked, because its pods may have been replaced. So
+        # only undo the edit, under the old wish and with the placement that is there. The next
+        # pass moves the DaemonSet to the other nodes.
         wish = old.wish
         set_fields(pod_spec(wanted), pod_spec(have), PLACEMENT_FIELDS)
     if must_restart:
@@ -846,15 +839,16 @@ def plan(observed: Observed) -> dict | None:
         # With another strategy, the controller may have replaced pods already.
         parked = old.parked and have["spec"]["updateStrategy"]["type"] == "OnDelete"
     elif wish == old.wish:
-        parked = old.parked and stays_parked(observed)
+        parked = old.parked and remains_parked(observed)
     else:
-        parked = becomes_parked(observed, wanted)
+        parked = needs_parking(observed, wanted)
     spec = have["spec"]
     if is_edited or (wish, runs, parked) != (old.wish, old.runs, old.parked):
         spec = merged_spec(spec, wanted["spec"], parked, is_edited or must_restart)
     if spec != have["spec"] and not is_edited:
-        # This write raises the generation. One that undoes an edit may not, since the API server
-        # fills in its defaults again. If this guess is wrong, write_daemonset corrects the stamp.
+        # This write should raise the generation. One that undoes an edit may leave it, since the
+        # API server fills in its defaults again. write_daemonset corrects a wrong guess. The lower
+        # one is safe: until then, it reads as an edit. The higher one would hide the next edit.
         generation += 1
     target = have | {"metadata": merged_metadata(have, wanted), "spec": spec}
     target = with_stamp(target, Stamp(wish, runs, parked, generation))
@@ -893,13 +887,15 @@ def summarize(observed: Observed, unchanged_for: float, now: float) -> Summary:
     settling = sum(pod.settles_in(now, settle) > 0 for pod in up)
     waits = [pod.settles_in(now, settle) for pod in pods]
     lacking = counts.desired - counts.current
+    missing = lacking if unchanged_for >= SETTLE_SECONDS else 0
     return Summary(
         desired=counts.desired,
         # The smaller one: pods on lost nodes may look up, and either may be some moments old.
         ready=max(0, min(len(up), counts.ready) - settling),
         # Parked pods are of an earlier template, but run what is wanted.
         updated=counts.current if observed.stamp.parked else counts.updated,
-        failing=len(failing_pods) + (lacking if unchanged_for >= SETTLE_SECONDS else 0),
+        # Pods on lost nodes fail, too, but their nodes are not desired.
+        failing=min(counts.desired, len(failing_pods) + missing),
         lacking=lacking,
         failing_pods=tuple(sorted(failing_pods, key=lambda pod: pod.node)),
         settling=settling,
@@ -1168,7 +1164,8 @@ def client_tls(configuration: Configuration) -> ssl.SSLContext:
 def package_errors() -> Iterator[list[str]]:
     """Collects what the kubernetes package would log in a with block.
 
-    A credential plugin that fails raises nothing there: the package logs that and goes on.
+    A credential plugin that fails raises nothing there: the package logs that, on the root logger,
+    and goes on.
     """
     errors = []
 
@@ -1190,13 +1187,13 @@ class Api:
         self.configure = configure
         self.lock = threading.Lock()
         self.must_connect = True  # before the next request
-        self.host = "an API server that it cannot log in to yet"
+        self.host = "an API server to which it could not log in yet"
         with suppress(ApiError):  # A credential plugin failed; the next request tries again.
             self.connect()
 
     def connect(self) -> None:
         """Read the configuration, with its credentials and certificates, and start anew."""
-        self.must_connect = True  # still, if any of this fails
+        self.must_connect = True  # remains so if any of this fails
         configuration = self.configure()
         configuration.retries = False
         configuration.connection_pool_maxsize = POOL_CONNECTIONS
@@ -1257,7 +1254,7 @@ class Api:
                     self.connect()
                 with package_errors() as errors:
                     credentials = self.configuration.auth_settings().values()
-                if errors:  # the token has expired and its plugin fails
+                if errors:  # auth_settings() has run the credential plugin, which failed
                     self.connect()  # fails with the name of the plugin, or has new credentials
                     credentials = self.configuration.auth_settings().values()
                 pool, base = self.pool, self.base
@@ -1335,7 +1332,7 @@ class Reflector:
                 version = self.watch(version or self.list())
             except ApiError as error:
                 version = ""
-                # A watch that gets 404 or 410 is no fault: the next list tells.
+                # 404 and 410 are no faults of a watch: the next list finds out what is wrong.
                 if error.status not in (404, 410):
                     self.operator.faults.report(self.name, str(error))
             except Exception:
@@ -1434,12 +1431,13 @@ class SchedExts(Reflector):
             return
         if not self.filled.is_set():
             return  # the first list queues everybody
-        # Losers leave the nodes of a new winner at once. They wait a moment before they return to
-        # those of a deleted one, so that its pods may end by then.
+        # Others leave the nodes of a new winner at once. They return to those of a deleted one a
+        # moment later, when its pods have begun to end.
         delay = 0.0 if new else GATHER_SECONDS
-        for claim in (old, new):
-            for loser in losers_of(claim, self.values()) if claim else ():
-                self.operator.queue.add(key_of(loser), delay)
+        states = [state for state in (old, new) if state]
+        for other in self.values():
+            if any(loses_to(other, state) for state in states):
+                self.operator.queue.add(key_of(other), delay)
 
 
 def claim_of(schedext: dict) -> tuple:
@@ -1453,7 +1451,7 @@ class DaemonSets(Reflector):
     def changed(self, old: dict | None, new: dict | None) -> None:
         """Queue its SchedExt, at once if someone else has edited the DaemonSet. The rest can wait.
 
-        A deletion, too: the SchedExt may have been deleted as well, and that may be heard later.
+        A deletion waits, too: the news that the SchedExt is deleted as well may come later.
         """
         is_edit = bool(old and new) and stamp_of(new).generation != generation_of(new)
         self.operator.queue.add(key_of(new or old), 0.0 if is_edit else GATHER_SECONDS)
@@ -1492,7 +1490,7 @@ class WorkQueue:
         self.busy = set()
         self.failures = {}  # by key: their kind, and how many in a row
         self.closed = False
-        self.condition = threading.Condition()
+        self.condition = threading.Condition()  # whose lock the methods may take again
 
     def add(self, key: Key, after: float = 0.0) -> None:
         """Work on a key after this many seconds (inf: never), or sooner if it is due sooner."""
@@ -1580,6 +1578,7 @@ def merge_patch(before: dict, after: dict) -> dict:
 
 
 def different_paths(before: Any, after: Any, path: str) -> Iterator[str]:
+    """Where two values differ. An empty one counts as none."""
     if path.endswith(".containers") and before and after:
         before, after = by_name(before), by_name(after)
     if isinstance(before, dict) and isinstance(after, dict):
@@ -1639,7 +1638,9 @@ class Memory:
 
     def __init__(self, schedext_uid: str) -> None:
         self.schedext_uid = schedext_uid
-        self.is_first_look = True  # until the DaemonSet has been as it should be once
+        self.is_first_look = (
+            True  # until sked has written the DaemonSet, or found it as it should be
+        )
         # The DaemonSet, as we last wrote it or found it as it should be:
         self.uid = ""
         self.generation = 0
@@ -1667,6 +1668,7 @@ class Memory:
         self.stamp = stamp
         self.stamp_sticks = stamp_of(answer) == stamp
         self.refused = ("", 0)
+        self.is_first_look = False
 
     def found_as_wanted(self, observed: Observed) -> None:
         """Note a DaemonSet that is as it should be."""
@@ -1692,14 +1694,13 @@ class Memory:
         return self.stamp
 
     def rejected(self, wish: str, message: str, at_once: bool) -> None:
-        """Note a refusal. Raises Blocked if it belongs in the status: at once, or if it lasts."""
+        """Note a refusal. If it has lasted, or at once, it calls for a pause."""
         last_wish, times = self.refused
         times = times + 1 if wish == last_wish else 1
         self.refused = wish, times
         if at_once or times > PATIENCE:
             until = monotonic() + backoff(times, BLOCKED_SECONDS)
             self.pause = Pause(wish, until, "Rejected", message)
-            self.check_pause(wish)
 
     def repaired(self, drift: str) -> None:
         """Note what our last write undid; empty if it was nothing that sked owns.
@@ -1754,7 +1755,7 @@ EVENT_SECONDS = 0.9  # for sending an event, so that one that hangs does not del
 
 
 class Faults:
-    """What keeps reflectors, keys and the lease from reaching the API server, by name."""
+    """The present trouble with the API server of each reflector, each key and the lease."""
 
     def __init__(self) -> None:
         self.messages = {}
@@ -1836,7 +1837,8 @@ class Operator:
                 self.faults.report(who, str(error))  # logged once, however many keys it affects
                 self.queue.failed(key, "outage", RECONNECT_SECONDS)
             else:
-                is_cache_behind = error.status in (404, 409)  # find_daemonset will ask the server
+                # The next look asks the API server, because the key has failed.
+                is_cache_behind = error.status in (404, 409)
                 result = "requeue" if is_cache_behind else "error"
                 times = self.queue.failed(key, "refusal", BLOCKED_SECONDS, at_once=is_cache_behind)
                 if times > PATIENCE:
@@ -1886,8 +1888,8 @@ class Operator:
         stamp, pods = NO_STAMP, []
         if daemonset:
             stamp = memory.stamp_to_trust(daemonset)
-            if not memory.stamp_sticks:
-                daemonset = with_stamp(daemonset, stamp)  # else we would write it again and again
+            if not memory.stamp_sticks:  # As if it did: else plan would write it again and again.
+                daemonset = with_stamp(daemonset, stamp)
             uid = daemonset["metadata"]["uid"]
             pods = [pod for pod in self.pods.values() if pod.daemonset_uid == uid]
         winners = winners_of(schedext, self.schedexts.values())
@@ -1927,16 +1929,15 @@ class Operator:
         stamp = stamp_of(target)
         memory.check_pause(stamp.wish)
         if have:
-            is_drift = is_repair(observed.stamp, stamp)
+            repairs = is_repair(observed.stamp, stamp)
         else:  # If there was a DaemonSet, someone has deleted it.
-            is_drift = bool(memory.uid or schedext["status"].get("nodes", {}).get("desired"))
+            repairs = bool(memory.uid or schedext["status"].get("nodes", {}).get("desired"))
         answer = self.apply(key, have, target)
+        self.report_write(key, observed, answer, repairs)
         if generation_of(answer) != stamp.generation:
-            # It is not the planned one, because the write undid an edit, or changed nothing.
+            # plan foresaw another one: the write undid an edit, or changed nothing.
             stamp = stamp._replace(generation=generation_of(answer))
-            with suppress(ApiError):  # The next pass would try again.
-                self.apply(key, answer, with_stamp(answer, stamp))
-        self.report_write(key, observed, answer, is_drift)
+            self.apply(key, answer, with_stamp(answer, stamp))
 
     def apply(self, key: Key, have: dict | None, target: dict) -> dict:
         """Create or patch the DaemonSet. Raises Blocked if a refusal belongs in the status."""
@@ -1972,13 +1973,15 @@ class Operator:
         if error.is_outage() or error.status in (404, 409, 429) or is_ending:
             return
         message = f"cannot apply the DaemonSet: {str(error)[:1000]}"
-        self.memories[key].rejected(wish, message, at_once=error.status in (400, 422))
+        memory = self.memories[key]
+        memory.rejected(wish, message, at_once=error.status in (400, 422))
+        memory.check_pause(wish)
 
-    def report_write(self, key: Key, observed: Observed, answer: dict, is_drift: bool) -> None:
-        """Log a write of the DaemonSet, and send an event about what it undid."""
+    def report_write(self, key: Key, observed: Observed, answer: dict, repairs: bool) -> None:
+        """Log a write of the DaemonSet. If it repairs what others did, send an event."""
         have, memory = observed.daemonset, self.memories[key]
         changes = changed_fields(have, answer) if have else []
-        if not is_drift:
+        if not repairs:
             memory.wrote_something_new()
             action = f"changed {listed(changes)} of" if changes else "stamped"
             log.info("%s/%s: %s the DaemonSet", *key, action if have else "created")
@@ -1989,9 +1992,10 @@ class Operator:
         elif changes:
             drift = f"{last_editor(have)} changed {listed(changes)}; sked has reverted it"
         memory.repaired(drift)
-        if not drift or memory.repairs > QUICK_REPAIRS + 1:
-            return  # there is nothing to tell, or it is a fight: then the status tells about it
-        if memory.repairs > QUICK_REPAIRS:
+        slow_repairs = memory.repairs - QUICK_REPAIRS
+        if not drift or slow_repairs > 1:
+            return  # there is nothing to tell, or the status tells about the fight
+        if slow_repairs == 1:
             drift += f" {memory.repairs} times and is backing off"
         log.warning("%s/%s: %s", *key, drift)
         self.send_event(observed.schedext, "Warning", "DriftUndone", drift)
