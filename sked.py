@@ -202,9 +202,9 @@ def twin_of(schedext: dict, winners: Iterable[dict]) -> dict | None:
 
 def placement(schedext: dict, winners: list[dict]) -> dict:
     """The nodeSelector and affinity of a SchedExt's pods."""
-    selector = dict(selector_of(schedext))
+    selector = selector_of(schedext)
     if schedext["spec"].get("suspend") or twin_of(schedext, winners):
-        selector[SUSPENDED] = "true"
+        return {"nodeSelector": selector | {SUSPENDED: "true"}}
     return {"nodeSelector": selector, "affinity": affinity(pairs_of(schedext), winners)}
 
 
@@ -216,7 +216,6 @@ def affinity(mine: Pairs, winners: list[dict]) -> dict | None:
     pair, so there is a term (terms are ORed) for each way to pick one pair of every winner.
     """
     extras = {pairs_of(winner) - mine for winner in winners}
-    extras.discard(Pairs())  # of a twin
     if not extras:
         return None
     terms = {Pairs()}
@@ -647,11 +646,6 @@ def with_stamp(daemonset: dict, stamp: Stamp) -> dict:
     return daemonset | {"metadata": meta | {"annotations": annotations}}
 
 
-def is_repair(old: Stamp, new: Stamp) -> bool:
-    """Whether a write only restores what sked wanted before: someone else has changed something."""
-    return (old.wish, old.parked) == (new.wish, new.parked)
-
-
 def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -855,6 +849,12 @@ def plan(observed: Observed) -> dict | None:
     return target if target != have else None
 
 
+def is_repair(have: dict, old: Stamp, new: Stamp) -> bool:
+    """Whether a write restores what sked wanted before: someone else has changed something."""
+    is_edited = generation_of(have) != old.generation
+    return old.wish == new.wish and (is_edited or old.parked == new.parked)
+
+
 # ---------------------------------------------------------------- status
 
 MAX_FAILURES = 10  # listed in a status
@@ -976,6 +976,8 @@ def ready_reason(observed: Observed, summary: Summary) -> Problem:
     suspended = schedext["spec"].get("suspend")
     twin = twin_of(schedext, winners)
     if twin and not suspended:
+        if "deletionTimestamp" in twin["metadata"]:
+            return "RollingOut", f"waiting for SchedExt {'/'.join(key_of(twin))} to be deleted"
         return "Conflict", conflict_message(twin)
     if not daemonset or not is_observed(daemonset):
         return "RollingOut", "waiting for the DaemonSet controller"
@@ -1619,6 +1621,7 @@ def last_editor(daemonset: dict) -> str:
 
 QUICK_REPAIRS = 6  # made at once; after that it is a fight, and sked pauses between repairs
 QUIET_SECONDS = 60.0  # after this long without a repair, a fight is over
+PATIENCE_SECONDS = 15.0  # a refusal that has lasted for so long belongs in the status
 
 
 class Pause(NamedTuple):
@@ -1631,6 +1634,7 @@ class Pause(NamedTuple):
 
 
 NO_PAUSE = Pause("", 0.0, "", "")
+NOT_REFUSED = ("", 0.0)  # a wish, and since when it has been refused, by monotonic()
 
 
 class Memory:
@@ -1645,9 +1649,10 @@ class Memory:
         self.uid = ""
         self.generation = 0
         self.stamp = NO_STAMP
+        self.sent_stamp = NO_STAMP  # may have foreseen another generation
         self.stamp_sticks = True  # False if something strips the stamp from what we write
         # Trouble with writing it:
-        self.refused = ("", 0)  # a wish, and how often in a row it was refused
+        self.refused = NOT_REFUSED
         self.repairs = 0  # of what others changed, in a row
         self.pause = NO_PAUSE
         # The status:
@@ -1663,19 +1668,16 @@ class Memory:
     def wrote_daemonset(self, answer: dict, stamp: Stamp) -> None:
         """Note the API server's answer to a write of the DaemonSet with this stamp."""
         self.wrote()
-        self.uid = answer["metadata"]["uid"]
-        self.generation = generation_of(answer)
-        self.stamp = stamp
         self.stamp_sticks = stamp_of(answer) == stamp
-        self.refused = ("", 0)
-        self.is_first_look = False
+        self.saw_as_wanted(answer, stamp)
 
-    def found_as_wanted(self, observed: Observed) -> None:
-        """Note a DaemonSet that is as it should be."""
-        self.uid = observed.daemonset["metadata"]["uid"]
-        self.generation = generation_of(observed.daemonset)
-        self.stamp = observed.stamp
-        self.refused = ("", 0)
+    def saw_as_wanted(self, daemonset: dict, stamp: Stamp) -> None:
+        """Note a DaemonSet that is as sked wants it, with this stamp."""
+        self.uid = daemonset["metadata"]["uid"]
+        self.generation = generation_of(daemonset)
+        self.stamp = stamp._replace(generation=self.generation)
+        self.sent_stamp = stamp
+        self.refused = NOT_REFUSED
         self.is_first_look = False
 
     def is_ahead_of(self, daemonset: dict) -> bool:
@@ -1689,18 +1691,20 @@ class Memory:
             return stamp_of(daemonset)
         if daemonset["metadata"]["uid"] != self.uid:
             return NO_STAMP  # someone has made a new one, perhaps from a copy with our stamp
-        if self.stamp_sticks and stamp_of(daemonset) != NO_STAMP:
-            return stamp_of(daemonset)
+        if self.stamp_sticks and stamp_of(daemonset) not in (self.sent_stamp, NO_STAMP):
+            return stamp_of(daemonset)  # of another sked
         return self.stamp
 
     def rejected(self, wish: str, message: str, at_once: bool) -> None:
-        """Note a refusal. If it has lasted, or at once, it calls for a pause."""
-        last_wish, times = self.refused
-        times = times + 1 if wish == last_wish else 1
-        self.refused = wish, times
-        if at_once or times > PATIENCE:
-            until = monotonic() + backoff(times, BLOCKED_SECONDS)
-            self.pause = Pause(wish, until, "Rejected", message)
+        """Note a refusal. If it has lasted, or at once, it calls for a pause of the same length."""
+        now = monotonic()
+        last_wish, since = self.refused
+        if wish != last_wish:
+            since = now
+        self.refused = wish, since
+        if at_once or now - since >= PATIENCE_SECONDS:
+            wait = max(GATHER_SECONDS, min(now - since, BLOCKED_SECONDS))
+            self.pause = Pause(wish, now + wait, "Rejected", message)
 
     def repaired(self, drift: str) -> None:
         """Note what our last write undid; empty if it was nothing that sked owns.
@@ -1835,6 +1839,8 @@ class Operator:
         except ApiError as error:
             if error.is_outage():
                 self.faults.report(who, str(error))  # logged once, however many keys it affects
+                if memory := self.memories.get(key):
+                    memory.refused = NOT_REFUSED  # an earlier refusal has not lasted until now
                 self.queue.failed(key, "outage", RECONNECT_SECONDS)
             else:
                 # The next look asks the API server, because the key has failed.
@@ -1874,7 +1880,7 @@ class Operator:
             if target:
                 self.write_daemonset(key, observed, target)
                 return GATHER_SECONDS  # the status follows when the controller has had a moment
-            self.memories[key].found_as_wanted(observed)
+            self.memories[key].saw_as_wanted(observed.daemonset, observed.stamp)
         except InvalidSpec as error:
             blocked = Blocked("Rejected", str(error), look_again=inf)  # until somebody edits it
         except Blocked as error:
@@ -1926,18 +1932,18 @@ class Operator:
     def write_daemonset(self, key: Key, observed: Observed, target: dict) -> None:
         """Write what is planned, and report it."""
         schedext, have, memory = observed.schedext, observed.daemonset, self.memories[key]
-        stamp = stamp_of(target)
-        memory.check_pause(stamp.wish)
+        old, new = observed.stamp, stamp_of(target)
+        if not self.queue.has_failed(key):  # else the reason for the pause may be gone
+            memory.check_pause(new.wish)
         if have:
-            repairs = is_repair(observed.stamp, stamp)
+            repairs = is_repair(have, old, new)
         else:  # If there was a DaemonSet, someone has deleted it.
             repairs = bool(memory.uid or schedext["status"].get("nodes", {}).get("desired"))
         answer = self.apply(key, have, target)
         self.report_write(key, observed, answer, repairs)
-        if generation_of(answer) != stamp.generation:
-            # plan foresaw another one: the write undid an edit, or changed nothing.
-            stamp = stamp._replace(generation=generation_of(answer))
-            self.apply(key, answer, with_stamp(answer, stamp))
+        if memory.stamp != new:
+            # plan foresaw another generation: the write undid an edit, or changed nothing.
+            self.apply(key, answer, with_stamp(answer, memory.stamp))
 
     def apply(self, key: Key, have: dict | None, target: dict) -> dict:
         """Create or patch the DaemonSet. Raises Blocked if a refusal belongs in the status."""
@@ -1981,6 +1987,8 @@ class Operator:
         """Log a write of the DaemonSet. If it repairs what others did, send an event."""
         have, memory = observed.daemonset, self.memories[key]
         changes = changed_fields(have, answer) if have else []
+        if repairs and observed.stamp.parked:  # then sked itself may have changed the strategy
+            changes = [path for path in changes if not path.startswith("spec.updateStrategy")]
         if not repairs:
             memory.wrote_something_new()
             action = f"changed {listed(changes)} of" if changes else "stamped"

@@ -1938,7 +1938,12 @@ def test_a_manifest_that_was_never_applied_has_no_owner_and_no_namespace():
 
 
 def for_nodes(
-    labels: str, name: str = "other", created: str = "", namespace: str = "tools", **more: Any
+    labels: str,
+    name: str = "other",
+    created: str = "",
+    namespace: str = "tools",
+    leaving: bool = False,
+    **more: Any,
 ) -> dict:
     """A SchedExt for the nodes with these labels, in kubectl's form: a=1,b=2."""
     selector = dict(pair.split("=") for pair in labels.split(",") if pair)
@@ -1946,6 +1951,8 @@ def for_nodes(
     meta = obj["metadata"] | {"name": name, "namespace": namespace}
     if created:
         meta["creationTimestamp"] = f"2026-01-01T00:00:0{created}Z"
+    if leaving:
+        meta["deletionTimestamp"] = now()
     return obj | {"metadata": meta}
 
 
@@ -2000,6 +2007,20 @@ def test_of_two_selectors_of_the_same_length_the_older_schedext_wins(mine, other
     built = sked.build_daemonset(mine, [for_nodes("a=1", **other)])
     assert pod_spec(built)["nodeSelector"] == {"a": "1"} | (NOWHERE if expected else {})
     assert terms(built) == []
+
+
+@cases(
+    "spec, others",
+    """
+    suspended: {spec: {suspend: true}, others: []}
+    beside an older one for the same nodes: {spec: {}, others: [""]}
+    """,
+)
+def test_what_runs_nowhere_needs_no_affinity_however_many_pools_there_are(spec, others):
+    pools = [f"a{n}=1,b{n}=1" for n in range(7)]  # 128 terms
+    built = sked.build_daemonset(for_nodes("", "x", **spec), map(for_nodes, pools + others))
+    assert pod_spec(built)["nodeSelector"] == NOWHERE
+    assert "affinity" not in pod_spec(built)
 
 
 def test_each_node_runs_exactly_one_of_the_schedexts_that_select_it():
@@ -2345,7 +2366,7 @@ def planned(
 
 def repairs(have: dict, target: dict) -> bool:
     """Whether sked takes this write for one that undoes an edit."""
-    return sked.is_repair(sked.stamp_of(have), sked.stamp_of(target))
+    return sked.is_repair(have, sked.stamp_of(have), sked.stamp_of(target))
 
 
 def answered(target: dict) -> dict:
@@ -2891,6 +2912,9 @@ def status_of(seen: sked.Observed, steady: float = 0.0, blocked: Any = None) -> 
       reason: Conflict
       words: "SchedExt tools/other, which is suspended, selects the same nodes and is older: delete
          one of the two, or give this one another nodeSelector"
+    an older one for the same nodes is being deleted:
+      winners: [{labels: "", leaving: true}]
+      words: waiting for SchedExt tools/other to be deleted
     of two older ones for the same nodes the one that runs is named:
       winners: [{labels: "", name: third, created: "3"}, {labels: "", created: "2"}]
       reason: Conflict
@@ -3624,26 +3648,27 @@ def refuse(words: str, why: str) -> Callable:
 
 
 @cases(
-    "faults, is_rejected",
+    "status, patience, is_rejected",
     """
-    a bad request: {faults: [[400, 1]], is_rejected: true}
-    an invalid DaemonSet: {faults: [[422, 1]], is_rejected: true}
-    forbidden for a moment: {faults: [[403, 4]], is_rejected: false}
-    forbidden: {faults: [[403, 5]], is_rejected: true}
-    a failing webhook for a moment: {faults: [[500, 4]], is_rejected: false}
-    a failing webhook: {faults: [[500, 5]], is_rejected: true}
-    too many requests: {faults: [[429, 9]], is_rejected: false}
-    the name is taken for a moment: {faults: [[409, 9]], is_rejected: false}
-    the namespace is not there: {faults: [[404, 9]], is_rejected: false}
-    an outage: {faults: [[503, 9]], is_rejected: false}
-    forbidden for a moment after an outage: {faults: [[503, 9], [403, 4]], is_rejected: false}
+    a bad request: {status: 400, is_rejected: true}
+    an invalid DaemonSet: {status: 422, is_rejected: true}
+    forbidden for a moment: {status: 403}
+    forbidden for longer: {status: 403, patience: 0, is_rejected: true}
+    a failing webhook for a moment: {status: 500}
+    a failing webhook for longer: {status: 500, patience: 0, is_rejected: true}
+    too many requests: {status: 429, patience: 0}
+    the name is taken for a moment: {status: 409, patience: 0}
+    the namespace is not there: {status: 404, patience: 0}
+    an outage: {status: 503, patience: 0}
     """,
+    patience=600,
+    is_rejected=False,
 )
 def test_a_refusal_is_reported_at_once_only_if_waiting_cannot_help(
-    world, server, faults, is_rejected
+    world, server, status, patience, is_rejected
 ):
-    for status, times in faults:
-        server.fault("POST", "/daemonsets", times, status=status)
+    world.set("PATIENCE_SECONDS", patience)
+    server.fault("POST", "/daemonsets", 3, status=status)
     world.deploy("RollingOut")  # neither Rejected nor Stalled any more
     assert ("Rejected" in world.reasons()) is is_rejected
     events = [event["reason"] for event in server.list("events")]
@@ -3799,6 +3824,17 @@ def test_an_edit_while_sked_was_down_is_undone_and_told(world, server, fleet):
     assert world.made()["spec"] == before
 
 
+def test_an_edit_that_also_ends_parking_is_told(world, server, fleet):
+    world.add("pool", nodeSelector=A)
+    eventually(lambda: stamp_on(world.made())["parked"])
+    world.expect("AllReady")
+    edit = in_template(containers=[SCHEDULER | {"image": "evil"}])
+    world.drift(merge(edit, {"spec": {"updateStrategy": {"type": "RollingUpdate"}}}))
+    said = "admin changed spec.template.spec.containers.scx.image; sked has reverted it"
+    eventually(lambda: drift_events(server), [said])
+    world.expect("AllReady")
+
+
 @pytest.mark.parametrize("was_down", [False, True], ids=["up", "down"])
 def test_a_deleted_daemonset_is_created_again_and_the_event_says_so(world, server, fleet, was_down):
     eventually(world.is_idle)
@@ -3860,19 +3896,73 @@ def test_repairs_are_paced_after_six_and_the_fight_is_over_after_a_quiet_minute(
         memory.check_pause("")
 
 
-def test_a_wish_that_was_refused_waits_and_another_one_does_not():
+def test_a_wish_that_is_refused_for_15_s_pauses_for_as_long_and_another_one_does_not(mocker):
+    clock = mocker.patch.object(sked, "monotonic", return_value=100.0)
     memory = sked.Memory("u-1")
-    memory.rejected("this", "no pods today", at_once=True)
-    with pytest.raises(sked.Blocked, match="no pods today") as pause:
-        memory.check_pause("this")
-    assert pause.value.reason == "Rejected"
-    for _ in range(4):
+    memory.rejected("that", "never", at_once=True)
+    for clock.return_value, pause in (
+        (101.0, 0),
+        (110.0, 0),
+        (116.0, 15),
+        (131.0, 30),
+        (999.0, 60),
+    ):
+        memory.rejected("this", "no pods today", at_once=False)
         memory.check_pause("that")
-        memory.rejected("that", "not now", at_once=False)  # counted afresh
-    memory.check_pause("that")
-    memory.rejected("that", "not now", at_once=False)
-    with pytest.raises(sked.Blocked, match="not now"):
-        memory.check_pause("that")
+        if not pause:
+            memory.check_pause("this")
+            continue
+        with pytest.raises(sked.Blocked, match="no pods today") as blocked:
+            memory.check_pause("this")
+        assert (blocked.value.reason, blocked.value.look_again) == ("Rejected", pause)
+
+
+def test_a_refusal_after_an_outage_has_not_lasted(mocker):
+    clock = mocker.patch.object(sked, "monotonic", return_value=100.0)
+    key, memory = ("tools", "x"), sked.Memory("u-1")
+    operator = sked.Operator(mocker.Mock())
+    operator.memories[key] = memory
+    mocker.patch.object(operator, "reconcile", side_effect=sked.ApiError(503, "down"))
+    memory.rejected("this", "not now", at_once=False)
+    operator.queue.add(key)
+    operator.process(operator.queue.get(mocker.Mock()))
+    clock.return_value = 999.0
+    memory.rejected("this", "not now", at_once=False)
+    memory.check_pause("this")
+
+
+def test_a_refusal_that_is_over_never_reaches_the_status(world, server):
+    """Not even if the status could not be written while it lasted."""
+    world.set("PATIENCE_SECONDS", 0)
+    world.deploy()
+    eventually(world.is_idle)
+    world.set("BLOCKED_SECONDS", 600)  # a pause may last so long
+    down = server.fault("PATCH", "schedexts|daemonsets", None, status=500)
+    world.edit(sched=LAVD)
+    eventually(
+        lambda: {r.what for r in server.writes() if r.status == 500},
+        {"daemonsets", "schedexts/status"},
+    )
+    down.clear()
+    eventually(world.image, LAVD)
+    world.expect("RollingOut")
+    assert "Rejected" not in world.reasons()
+
+
+def test_a_generation_that_was_foreseen_too_high_hides_no_edit():
+    """The answer, or the write that corrects the stamp, may be a moment late."""
+    memory = sked.Memory("u-1")
+    answer = stamped(STORED, generation=2)
+    memory.wrote_daemonset(answer, sked.stamp_of(answer))
+    edited = merge(answer, {"metadata": {"generation": 2}})
+    assert memory.stamp_to_trust(edited).generation == 1
+
+
+def test_what_another_sked_has_stamped_is_believed():
+    memory = sked.Memory("u-1")
+    memory.wrote_daemonset(stamped(STORED), sked.stamp_of(stamped(STORED)))
+    theirs = merge(stamped(STORED, wish="other", generation=2), LATER)
+    assert memory.stamp_to_trust(theirs) == sked.stamp_of(theirs)
 
 
 def test_a_schedext_that_is_recreated_quickly_is_no_drift(world, server):
