@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run sched_ext schedulers on Kubernetes nodes: one SchedExt in, one DaemonSet out.
 
-    observed: a SchedExt, its DaemonSet and pods, and the SchedExts that it yields to
-        plan                     the DaemonSet to write, or None if nothing is to be written
-        summarize, build_status  the status to show
-    watch -> queue -> reconcile: write the DaemonSet that is planned, or else the status
+    from a SchedExt, its DaemonSet and pods, and the SchedExts that it yields to (Observed)
+        plan                     makes the DaemonSet to write, or None if it is as it should be
+        summarize, build_status  make the status to show
+    watch -> queue -> reconcile: observe, then write the DaemonSet, or else the status
 
 The operator comes first, as pure functions: who runs on a node, the DaemonSet, pods, the stamp and
 the plan, the status. Then comes the shell, most of which controller-runtime supplies to an operator
@@ -1331,7 +1331,7 @@ class Reflector:
         while not self.operator.stop.is_set():
             started = monotonic()
             try:
-                version = self.watch(version or self.list())
+                version = self.watch_from(version or self.list_all())
             except ApiError as error:
                 version = ""
                 # 404 and 410 are no faults of a watch: the next list finds out what is wrong.
@@ -1347,7 +1347,7 @@ class Reflector:
             short_watches += 1
             self.operator.stop.wait(backoff(short_watches, RECONNECT_SECONDS))
 
-    def list(self) -> str:
+    def list_all(self) -> str:
         """List everything into the cache. Returns the version to watch from."""
         items = {}
         query = self.QUERY | {"limit": PAGE_ITEMS}
@@ -1373,7 +1373,7 @@ class Reflector:
         self.filled.set()
         return page["metadata"]["resourceVersion"]
 
-    def watch(self, version: str) -> str:
+    def watch_from(self, version: str) -> str:
         """Watch from a version on. Returns the last version seen, where the next watch resumes.
 
         No event at all, not even a bookmark, may mean that the server was restored from a backup,
@@ -1481,7 +1481,6 @@ class Pods(Reflector):
 
 RETRY_SECONDS = 300.0  # the longest wait before retrying what fails, or what others keep undoing
 BEAT_SECONDS = 30.0  # a worker without work shows a sign of life this often
-PATIENCE = 4  # failures in a row that may pass by themselves; the next one is reported
 
 
 class WorkQueue:
@@ -1751,6 +1750,7 @@ class Memory:
 # ---------------------------------------------------------------- reconcile
 
 WORKERS = 4  # enough to hide the API server's latency
+PATIENCE = 4  # failures of a key in a row that may pass by themselves; the next one is logged
 STUCK_SECONDS = 360.0  # a thread that shows no sign of life for this long is stuck
 STOP_SECONDS = 1.8  # the most from SIGTERM to exit
 FINISH_SECONDS = 0.8  # of that, for the work under way
