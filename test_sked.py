@@ -17,13 +17,6 @@ one is right.
 
 from __future__ import annotations
 
-import sys
-
-if sys.version_info < (3, 10):  # noqa: UP036 (an older one gets this far)
-    stop = sys.modules["pytest"].exit if "pytest" in sys.modules else sys.exit
-    stop("sked needs Python 3.10 or newer")
-
-import ast
 import atexit
 import base64
 import bisect
@@ -46,6 +39,7 @@ import signal
 import socket
 import ssl
 import subprocess
+import sys
 import tempfile
 import textwrap
 import threading
@@ -5411,17 +5405,6 @@ def test_the_demo_ends_quietly_when_nobody_reads_on(tmp_path):
         assert demo.stderr.read() == b""
     assert demo.returncode == 0
     assert not list(tmp_path.iterdir())
-
-
-TOO_OLD = "sked needs Python 3.10 or newer\n"
-OLD_PYTHON = "import sys; sys.version_info = (3, 9, 18, 'final', 0)"
-
-
-def test_with_an_old_python_this_file_ends_with_one_sentence():
-    text = (HERE / "test_sked.py").read_text()
-    ast.parse(text, feature_version=(3, 8))  # otherwise it ends with a SyntaxError
-    run = "import runpy; runpy.run_path('test_sked.py', run_name='__main__')"
-    assert python("-c", f"{OLD_PYTHON}; {run}") == TOO_OLD
 
 
 # ---------------------------------------------------------------- python test_sked.py
