@@ -3648,42 +3648,47 @@ def refuse(words: str, why: str) -> Callable:
 
 
 @cases(
-    "status, patience, is_rejected",
+    "refusals, seconds, why, is_reported",
     """
-    a bad request: {status: 400, is_rejected: true}
-    an invalid DaemonSet: {status: 422, is_rejected: true}
-    forbidden for a moment: {status: 403}
-    forbidden for longer: {status: 403, patience: 0, is_rejected: true}
-    a failing webhook for a moment: {status: 500}
-    a failing webhook for longer: {status: 500, patience: 0, is_rejected: true}
-    too many requests: {status: 429, patience: 0}
-    the name is taken for a moment: {status: 409, patience: 0}
-    the namespace is not there: {status: 404, patience: 0}
-    an outage: {status: 503, patience: 0}
+    a bad request: {refusals: [400], is_reported: true}
+    an invalid DaemonSet: {refusals: [422], is_reported: true}
+    forbidden for a moment: {refusals: [403, 403], seconds: 14}
+    forbidden: {refusals: [403, 403], is_reported: true}
+    a failing webhook: {refusals: [500, 500], is_reported: true}
+    too many requests: {refusals: [429, 429]}
+    the name is taken for a moment: {refusals: [409, 409]}
+    the namespace is not there: {refusals: [404, 404]}
+    the API server is down: {refusals: [0, 502, 503, 504]}
+    the namespace is being deleted:
+      refusals: [403, 403]
+      why: unable to create new content in namespace x because it is being terminated
     """,
-    patience=600,
-    is_rejected=False,
+    seconds=15,
+    why="no",
+    is_reported=False,
 )
 def test_a_refusal_is_reported_at_once_only_if_waiting_cannot_help(
-    world, server, status, patience, is_rejected
+    mocker, refusals, seconds, why, is_reported
 ):
-    world.set("PATIENCE_SECONDS", patience)
-    server.fault("POST", "/daemonsets", 3, status=status)
+    clock = mocker.patch.object(sked, "monotonic", return_value=100.0)
+    operator = sked.Operator(mocker.Mock())
+    operator.memories[ONE] = sked.Memory("u-1")
+    *first, last = [sked.ApiError(status, why) for status in refusals]
+    for refusal in first:
+        operator.check_refusal(ONE, "w", refusal)
+    clock.return_value += seconds
+    reported = pytest.raises(sked.Blocked, match="cannot apply the DaemonSet: no")
+    with reported if is_reported else contextlib.nullcontext():
+        operator.check_refusal(ONE, "w", last)
+
+
+def test_a_refusal_that_lasts_is_rejected_with_one_event_until_it_is_over(world, server):
+    world.set("PATIENCE_SECONDS", 0)
+    server.fault("POST", "/daemonsets", 3, status=403)
     world.deploy("RollingOut")  # neither Rejected nor Stalled any more
-    assert ("Rejected" in world.reasons()) is is_rejected
+    assert "Rejected" in world.reasons()
     events = [event["reason"] for event in server.list("events")]
-    assert events == ["Rejected"] * is_rejected  # the late creation is not reported as drift
-
-
-def test_no_status_is_written_in_a_terminating_namespace(world, server):
-    why = "unable to create new content in namespace default because it is being terminated"
-    server.webhook = admission("create daemonsets", refuse("", why))
-    world.start()
-    world.add()
-    eventually(lambda: [request.status for request in server.writes()].count(403), at_least(9))
-    assert "status" not in world.get()
-    server.webhook = None
-    eventually(world.made)
+    assert events == ["Rejected"]  # the late creation is not reported as drift
 
 
 def test_a_restart_on_finished_work_writes_nothing(world, server, fleet):
