@@ -3568,16 +3568,6 @@ def test_the_daemonset_follows_its_schedext_from_creation_to_deletion(world, cap
     eventually(lambda: caplog.messages, contains(f"{world.ns}/x: deleted"))
 
 
-def test_a_daemonset_that_is_not_ours_is_never_touched(world, server):
-    """The watch does not show it: it lacks our label."""
-    theirs = server.create(unlabelled_daemonset("x", world.ns))
-    world.deploy("NameTaken", sched=LAVD)
-    assert world.made() == theirs
-    server.delete("daemonsets", world.ns, "x")
-    world.expect("RollingOut")
-    assert world.image() == LAVD
-
-
 @pytest.mark.parametrize("seconds, writes", [(0, 1), (1, 2)])
 def test_a_daemonset_without_a_stamp_is_taken_over_and_restarts_nobody(
     world, server, kubelets, seconds, writes
@@ -3611,15 +3601,11 @@ def test_a_daemonset_on_its_way_out_is_waited_for_and_then_made_again(world, ser
     assert world.made()["metadata"]["uid"] != old
 
 
-def test_a_schedext_that_is_being_deleted_is_left_alone(world, server):
-    world.deploy()
-    server.patch("schedexts", world.ns, "x", {"metadata": {"finalizers": ["example.com/hold"]}})
-    world.remove()
-    eventually(lambda: known(world)["metadata"], contains("deletionTimestamp"))
-    world.drift(in_template(hostPID=True))
-    world.add("y", nodeSelector=A)
-    world.expect("RollingOut", "y")  # by now, x would have been reconciled, too
-    assert pod_spec(world.made())["hostPID"] is True
+def test_a_schedext_that_is_being_deleted_is_left_alone(mocker):
+    operator = sked.Operator(mocker.Mock())
+    operator.schedexts.objects[ONE] = merge(given(), {"metadata": {"deletionTimestamp": "now"}})
+    assert operator.reconcile(ONE) == math.inf
+    assert operator.api.mock_calls == []
 
 
 def known(world: World) -> dict | None:
@@ -3730,17 +3716,6 @@ def cut_off(server: ApiServer, plural: str) -> Fault:
     server.drop_connections()
     eventually(lambda: silence.hits)
     return silence
-
-
-def test_a_patch_never_hits_a_new_daemonset_of_the_same_name(world, server):
-    world.deploy()
-    silence = cut_off(server, "daemonsets")
-    server.delete("daemonsets", world.ns, "x")
-    theirs = server.create(unlabelled_daemonset("x", world.ns))
-    world.edit(sched=LAVD)
-    world.expect("NameTaken")
-    assert world.made() == theirs
-    silence.clear()
 
 
 def test_a_conflict_is_answered_by_a_fresh_look_at_once(world, server, mocker):
@@ -4309,62 +4284,41 @@ def test_pods_forbidden_by_policy_in_the_middle_of_a_rollout_are_reported(world,
     world.expect("AllReady")
 
 
-def test_a_hanging_daemonset_watch_is_not_mistaken_for_a_fight(world, server, caplog):
-    world.deploy()
-    silence = cut_off(server, "daemonsets")
-    for tag in ("v1", "v2"):
-        world.edit(sched=f"scx:{tag}")
-        eventually(world.image, f"scx:{tag}")
-        world.expect("RollingOut")
-    silence.clear()
-    eventually(world.is_idle)
-    assert "backing off" not in str(world.messages()) + caplog.text
-    assert server.list("events") == []
-
-
-@pytest.mark.parametrize("names", ["y", "xy"], ids=["deleted", "recreated"])
-def test_a_deleted_schedext_gets_no_daemonset_even_if_the_watch_missed_the_deletion(
-    world, server, names
-):
+def test_a_deleted_schedext_gets_no_daemonset_even_if_the_watch_missed_the_deletion(world, server):
     world.deploy()
     silence = cut_off(server, "schedexts")
     since = time.time()
     world.remove()
-    for name in names:
-        world.add(name, nodeSelector={"pool": name})
     eventually(world.made, nothing)
     eventually(server.deeds, contains("get schedexts"))
     silence.clear()
-    for name in names:
-        world.expect("RollingOut", name)
-    made = [r.name for r in server.writes(since) if r.verb == "create"]
-    assert "".join(sorted(made)) == names
-
-
-def test_a_schedext_that_is_being_deleted_gets_no_daemonset_even_if_the_watch_missed_that(
-    world, server
-):
-    world.deploy()
-    silence = cut_off(server, "schedexts")
-    server.collect = False
-    server.delete("schedexts", world.ns, "x", "Foreground")
-    server.delete("daemonsets", world.ns, "x")
-    eventually(server.deeds, contains("get schedexts"))
-    silence.clear()
-    eventually(lambda: known(world)["metadata"], contains("deletionTimestamp"))
-    assert not world.made()
-
-
-def test_an_orphan_is_not_adopted_if_the_watch_missed_the_deletion_of_its_schedext(world, server):
-    world.deploy()
-    silence = cut_off(server, "schedexts")
-    server.collect = False
-    world.remove()
-    world.drift({"metadata": {"ownerReferences": None}})
-    eventually(server.deeds, contains("get schedexts"))
-    silence.clear()
     eventually(lambda: known(world), nothing)
-    assert "ownerReferences" not in world.made()["metadata"]
+    assert "create daemonsets" not in world.written(since)
+
+
+@cases(
+    "there, have, is_gone",
+    """
+    nothing has changed: {there: {}, is_gone: false}
+    deleted: {there: null, is_gone: true}
+    recreated: {there: {uid: u-2}, is_gone: true}
+    being deleted: {there: {deletionTimestamp: now}, is_gone: true}
+    an orphan is adopted: {there: {}, have: {ownerReferences: null}, is_gone: false}
+    an orphan of a deleted one: {there: null, have: {ownerReferences: null}, is_gone: true}
+    its DaemonSet is there: {there: null, have: {}, is_gone: false}
+    """,
+    have=None,
+)
+def test_no_daemonset_is_made_or_adopted_for_a_schedext_that_is_gone(mocker, there, have, is_gone):
+    operator = sked.Operator(mocker.Mock())
+    operator.memories[ONE] = sked.Memory("u-1")
+    operator.memories[ONE].uid = "d-0"  # so that the API server is asked
+    schedext = None if there is None else merge(given(), {"metadata": there})
+    found = None if have is None else merge(STORED, {"metadata": have})
+    operator.api.get.side_effect = lambda path: copy(found if "daemonsets" in path else schedext)
+    with pytest.raises(sked.ApiError, match="is gone") if is_gone else contextlib.nullcontext():
+        made = operator.find_daemonset(ONE, given())
+        assert bool(made) is bool(found)
 
 
 def test_a_cached_daemonset_that_is_older_than_our_last_write_is_not_believed(mocker):
@@ -4393,22 +4347,12 @@ def test_an_unreadable_pod_is_logged_with_its_traceback_and_affects_no_other_pod
     caplog.clear()  # no other test may log a traceback
 
 
-def test_an_operator_ends_if_it_is_stopped_before_its_caches_are_filled(server):
-    server.fault("GET", "/pods", None)
-    operator = sked.Operator(connect(server.kubeconfig("sked")))
-    before = {*threading.enumerate()}
-    run = threading.Thread(target=operator.run)
-    run.start()
-
-    def workers() -> list[threading.Thread]:
-        new = {*threading.enumerate()} - before
-        return [thread for thread in new if thread.name.startswith("worker-")]
-
-    eventually(lambda: len(workers()), sked.WORKERS)
-    operator.stop.set()
-    eventually(workers, nothing)
-    run.join(60)
-    assert not run.is_alive()
+def test_an_operator_ends_if_it_is_stopped_before_its_caches_are_filled(world, server):
+    missing = server.fault("GET", "/pods", None)
+    world.operator = sked.Operator(connect(world.kubeconfig))
+    threading.Thread(target=world.operator.run, daemon=True).start()
+    eventually(lambda: missing.hits)
+    world.stop()  # waits until its workers have ended
 
 
 # ---------------------------------------------------------------- kills and signals
