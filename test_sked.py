@@ -397,7 +397,6 @@ class Fault:
 
     error     answers with a status
     garbage   answers 200 with something that is not JSON
-    drop      closes the connection without doing anything
     lose      does what is asked, then closes the connection without an answer
     truncate  closes the connection in the middle of the answer
     stall     goes silent in the middle of the answer until cleared
@@ -604,17 +603,6 @@ class ApiServer(Client, contextlib.AbstractContextManager):
     def compact(self) -> None:
         """Forgets the past: new watches from older versions get 410."""
         self.oldest = self.version
-
-    def snapshot(self) -> Any:
-        """Everything that is stored, for restore()."""
-        with self.changed:
-            return self.version, {plural: dict(objs) for plural, objs in self.objects.items()}
-
-    def restore(self, snapshot: Any) -> None:
-        """Goes back to a snapshot and its version, as from a backup."""
-        self.version, objects = snapshot
-        self.objects = collections.defaultdict(dict, objects)
-        self.log.clear()
 
     # -- for tests: as admin, without HTTP
 
@@ -1000,7 +988,7 @@ class HttpHandler(http.server.BaseHTTPRequestHandler):
             status, content = refusal.code, refusal.status
         if fault.action == "hang":
             fault.over.wait()
-        if fault.action in ("hang", "drop", "lose"):
+        if fault.action in ("hang", "lose"):
             self.close_connection = True
         else:
             events = content if isinstance(content, Iterator) else iter([content])
@@ -1014,7 +1002,7 @@ class HttpHandler(http.server.BaseHTTPRequestHandler):
         certificate = self.request.getpeercert() if self.api.tls else None
         user = self.api.authenticate(token, certificate)
         request = self.api.parse(self.command, self.path, user, self.headers["User-Agent"])
-        if fault.action in ("hang", "drop", "error", "garbage"):  # it does nothing
+        if fault.action in ("hang", "error", "garbage"):  # it does nothing
             self.api.requests.append(request)
             request.status = fault.status if fault.action == "error" else 0
             if fault.action == "garbage":
@@ -3285,9 +3273,7 @@ FAULTS = {  # how often each request is hit
 }
 
 
-@pytest.mark.parametrize(
-    "action", ["drop", "lose", "truncate", "garbage", "hang", "stall", "error"]
-)
+@pytest.mark.parametrize("action", ["lose", "truncate", "garbage", "hang", "stall", "error"])
 def test_no_change_is_missed_after_a_fault(world, server, operate, haste, caplog, action):
     for name in ("missing", "edited", "deleted"):
         world.add(name)
@@ -3318,43 +3304,27 @@ def test_lists_are_paged_and_start_over_when_a_page_expires(server, operate, mon
     assert (gone.hits, asked.count(("sked", "schedexts", "7"))) == (1, 2 + 5)
 
 
-@pytest.mark.parametrize("restored", [False, True], ids=["410", "no answer"])
-def test_sked_lists_again_after_a_compaction_or_a_restore(world, server, operate, restored):
+def test_sked_lists_again_after_a_compaction(world, server, operate):
     operate()
     server.bookmark_seconds = 60
     world.add()
     world.expect("RollingOut")
-    backup = server.snapshot()
-    for tag in range(20):
-        world.edit(sched=f"scx:{tag}")
-    eventually(world.image, "scx:19")
-    world.set("WATCH_SECONDS", 1)
     with server.changed:
-        if restored:
-            server.restore(backup)
         server.create(daemonset("other", "default"))
         server.compact()
         server.end_watches()
     eventually(lambda: [r.verb for r in server.requests if r.what == "schedexts"][-1], "watch")
     world.add("new")
     eventually(lambda: world.made("new"))
-    world.edit(sched="scx:20")  # the restored DaemonSet has an older generation than sked wrote
-    eventually(world.image, "scx:20")
 
 
-def test_a_watch_that_ends_cleanly_resumes_without_a_new_list(world, server):
-    world.start()
-    world.add("early")
-    world.expect("RollingOut", "early")
-    server.end_watches()
-    world.add("late", nodeSelector=A)
-    world.expect("RollingOut", "late")
-    resumed = ["list schedexts", "watch schedexts", "watch schedexts"]
-    eventually(lambda: [d for d in server.deeds() if d.endswith(" schedexts")], resumed)
+PAGE = {"metadata": {"resourceVersion": "1"}}
+BOOKMARK = {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "2"}}}
+CUT_OFF = {"type": "ERROR", "object": {"code": 500, "message": "lost"}}
 
 
-def pauses(mocker: Any, lists: list, watch: Iterable[dict], seconds: float) -> list[float]:
-    """How long a reflector waits after each list, if all its watches are like this one."""
+def reflect(mocker: Any, lists: list, watch: list[dict], seconds: float) -> tuple[Any, list[float]]:
+    """The API of a reflector that gets these lists and watches like this one, and its pauses."""
     operator = mocker.MagicMock()
     clock = mocker.patch.object(sked, "monotonic", return_value=0.0)
 
@@ -3366,16 +3336,27 @@ def pauses(mocker: Any, lists: list, watch: Iterable[dict], seconds: float) -> l
     operator.api.request.side_effect = lists
     operator.api.watch.side_effect = follow
     sked.Pods(operator, "").run()
-    return [call.args[0] for call in operator.stop.wait.call_args_list]
+    return operator.api, [call.args[0] for call in operator.stop.wait.call_args_list]
 
 
-CUT_OFF = {"type": "ERROR", "object": {"code": 500, "message": "lost"}}
+@pytest.mark.parametrize(
+    "watch, versions",
+    [
+        pytest.param([BOOKMARK], "122", id="resumed after its last event"),
+        pytest.param([], "111", id="silent: the server may have been restored from a backup"),
+        pytest.param([BOOKMARK, CUT_OFF], "111", id="failed"),
+    ],
+)
+def test_a_watch_resumes_where_it_ended_unless_it_was_silent_or_failed(mocker, watch, versions):
+    api, _ = reflect(mocker, [PAGE] * 3, watch, 50)
+    assert api.request.call_count == versions.count("1")  # a list
+    watched = [call.kwargs["resourceVersion"] for call in api.watch.call_args_list]
+    assert watched == list(versions)
 
 
 def test_sked_reconnects_within_ten_seconds_of_any_outage(mocker):
     down = sked.ApiError(0, "down")
-    page = {"metadata": {"resourceVersion": "1"}}
-    found = pauses(mocker, [*[down] * 9, page] * 6, [CUT_OFF], 50)
+    _, found = reflect(mocker, [*[down] * 9, PAGE] * 6, [CUT_OFF], 50)
     assert 5 < max(found) <= 8 >= sked.backoff(9999, 8)
     assert len(found) == 6 * 9  # a watch that lasted is opened again at once
     assert max(found[::9]) <= 1
@@ -3384,9 +3365,17 @@ def test_sked_reconnects_within_ten_seconds_of_any_outage(mocker):
 
 @pytest.mark.parametrize("events", [[], [CUT_OFF], [{"a": "bug"}]])
 def test_watches_that_end_at_once_are_opened_less_and_less_often(mocker, caplog, events):
-    found = pauses(mocker, [{"metadata": {"resourceVersion": "1"}}] * 9, events, 5)
+    _, found = reflect(mocker, [PAGE] * 9, events, 5)
     assert found[0] <= 1 and found[-1] > 5
     assert ("unexpected error" in caplog.text) is (events == [{"a": "bug"}])
+
+
+def test_a_new_list_of_what_a_watch_has_brought_queues_nothing(mocker):
+    operator = mocker.Mock()
+    pods, obj = sked.Pods(operator, ""), kubelet_pod(up(60))
+    for _ in range(2):
+        pods.store({("tools", "p"): pods.keep(copy(obj))})
+    operator.queue.add.assert_called_once()
 
 
 def test_caches_keep_who_changed_an_object_but_not_which_fields():
@@ -3535,19 +3524,6 @@ def test_the_end_of_faults_is_logged_once_when_the_last_one_is_over(caplog):
     for who in ("lease", "lease"):
         faults.clear(who)
     assert caplog.messages == [*logged, ENDED]
-
-
-def test_a_new_list_of_what_a_watch_has_brought_queues_nothing(world, server):
-    world.deploy()
-    eventually(world.is_idle)
-    before = passes()
-    since = time.time()
-    server.compact()
-    server.drop_connections()
-    lists = ("list schedexts", "list daemonsets", "list pods")
-    eventually(lambda: {r.deed for r in server.requests if r.time > since}, at_least(set(lists)))
-    eventually(world.is_idle)
-    assert passes() == before
 
 
 # ---------------------------------------------------------------- reconcile: create or patch
@@ -4647,7 +4623,7 @@ def test_only_users_whom_the_api_server_allows_can_read_metrics(
     assert [get(f"token-{who}") for who in ("of-nobody", "of-stranger")] == [403, 401]
     assert (get(""), sum(r.resource == "tokenreviews" for r in server.requests)) == (401, 2)
     assert "sked_build_info" in ask(port, "/metrics", token="token-of-reader", tls=True)[1]
-    server.fault("POST", "/subjectaccessreviews", action="drop")
+    server.fault("POST", "/subjectaccessreviews")
     server.tokens["token-of-late"] = "reader"
     assert [get("token-of-late") for _ in range(2)] == [503, 200]
     del server.tokens["token-of-late"]
