@@ -1946,6 +1946,7 @@ def terms(built: dict) -> list[str]:
 @cases(
     "mine, others, expected",
     """
+    disjoint: [a=1, ["a=2,b=1"], []]
     values of one key share a list: ["", [pool=b, pool=a, pool=a], [pool!=a|b]]
     each extra pair makes a term: ["", ["e=5,d=4,c=3,b=2,a=1"], [a!=1, b!=2, c!=3, d!=4, e!=5]]
     shared pairs are left out: [a=1, ["a=1,b=2"], [b!=2]]
@@ -4241,26 +4242,33 @@ def test_a_deleted_schedext_gets_no_daemonset_even_if_the_watch_missed_the_delet
 @cases(
     "there, have, is_gone",
     """
-    nothing has changed: {there: {}, is_gone: false}
+    nothing has changed: {there: {}}
     deleted: {there: null, is_gone: true}
     recreated: {there: {uid: u-2}, is_gone: true}
     being deleted: {there: {deletionTimestamp: now}, is_gone: true}
-    an orphan is adopted: {there: {}, have: {ownerReferences: null}, is_gone: false}
+    an orphan: {there: {}, have: {ownerReferences: null}}
     an orphan of a deleted one: {there: null, have: {ownerReferences: null}, is_gone: true}
-    its DaemonSet is there: {there: null, have: {}, is_gone: false}
+    deleted, but its DaemonSet is there: {there: null, have: {}}
     """,
     have=None,
+    is_gone=False,
 )
-def test_no_daemonset_is_made_or_adopted_for_a_schedext_that_is_gone(mocker, there, have, is_gone):
+@pytest.mark.parametrize("made, status", [("d-0", {}), ("", {"nodes": {}})], ids=["", "restarted"])
+def test_no_daemonset_is_made_or_adopted_for_a_schedext_that_is_gone(
+    mocker, there, have, is_gone, made, status
+):
     operator = sked.Operator(mocker.Mock())
     operator.memories[ONE] = sked.Memory("u-1")
-    operator.memories[ONE].uid = "d-0"  # so that the API server is asked
+    operator.memories[ONE].uid = made
     schedext = None if there is None else merge(given(), {"metadata": there})
-    found = None if have is None else merge(STORED, {"metadata": have})
-    operator.api.get.side_effect = lambda path: copy(found if "daemonsets" in path else schedext)
+    daemonset = None if have is None else merge(STORED, {"metadata": have})
+    if daemonset:
+        operator.daemonsets.objects[ONE] = daemonset
+    asked = {sked.path_to(sked.DAEMONSETS, *ONE): daemonset}
+    operator.api.get.side_effect = lambda path: copy(asked.get(path, schedext))
     with pytest.raises(sked.ApiError, match="is gone") if is_gone else contextlib.nullcontext():
-        made = operator.find_daemonset(ONE, given())
-        assert bool(made) is bool(found)
+        found = operator.find_daemonset(ONE, given() | {"status": status})
+        assert bool(found) is bool(daemonset)
 
 
 def test_a_cached_daemonset_that_is_older_than_our_last_write_is_not_believed(mocker):
