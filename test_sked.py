@@ -1735,22 +1735,14 @@ class World:
     def nodes(self) -> dict:
         return dig(self.get(), ".status.nodes") or {}
 
-    def failures(self, name: str = "x") -> list[dict]:
-        return dig(self.get(name), ".status.failures") or []
-
-    def history(self) -> list[dict]:
-        """Every state of x that had a status."""
+    def conditions(self) -> list[dict]:
+        """Every Ready condition that x has had, in order."""
         objs = [change.obj for change in list(self.api.log["schedexts"]) if change.obj]
-        return [obj for obj in objs if obj["metadata"]["name"] == "x" and dig(obj, READY)]
-
-    def messages(self) -> list[str]:
-        """Every reason and message that x has had, in order."""
-        conditions = [dig(obj, READY) for obj in self.history()]
-        return [f"{ready['reason']}: {ready['message']}" for ready in conditions]
+        conditions = [dig(obj, READY) for obj in objs if obj["metadata"]["name"] == "x"]
+        return list(filter(None, conditions))
 
     def reasons(self) -> list[str]:
-        reasons = [line.partition(":")[0] for line in self.messages()]
-        return [reason for reason, _ in itertools.groupby(reasons)]
+        return [reason for reason, _ in itertools.groupby(c["reason"] for c in self.conditions())]
 
 
 @pytest.fixture
@@ -3739,7 +3731,7 @@ def test_edits_are_undone_at_once_each_with_an_event_that_says_what_and_who(
     assert drift_events(server) == sorted(said)
     assert stamp_on(world.made())["generation"] == world.made()["metadata"]["generation"]
     world.expect("AllReady")
-    assert "backing off" not in caplog.text + str(world.messages())
+    assert "backing off" not in caplog.text + str(world.conditions())
 
 
 def test_an_edit_while_sked_was_down_is_undone_and_told(world, server, fleet):
@@ -4042,13 +4034,13 @@ def test_a_crash_loop_is_one_steady_failure_until_it_is_fixed(world, kubelets):
     world.set("SETTLE_SECONDS", 1.0)
     world.start()
     world.add(sched="ghcr.io/x/y:crash", terminationMessagePolicy="FallbackToLogsOnError")
-    eventually(lambda: str(world.failures()), contains("2 restarts"))
+    eventually(lambda: str(world.get().get("status")), contains("2 restarts"))
     assert world.reasons() in (["NodesFailing"], ["RollingOut", "NodesFailing"])
-    times = {dig(obj, READY)["lastTransitionTime"] for obj in world.history()}
+    times = {condition["lastTransitionTime"] for condition in world.conditions()}
     world.edit(sched=RUSTY)
     ready = world.expect("AllReady")
     assert len(times) == 1 and ready["lastTransitionTime"] not in times
-    assert not world.failures()
+    assert world.get()["status"]["failures"] == []
 
 
 def test_how_long_the_counts_have_been_the_same_starts_afresh_with_every_change(mocker):
