@@ -3428,16 +3428,7 @@ def waits_after(mocker: Any, outcomes: list) -> list[float]:
     return [call.args[1] for call in add.call_args_list]
 
 
-@pytest.mark.parametrize(
-    "status, longest",
-    [
-        pytest.param(500, 60, id="refused"),
-        pytest.param(0, 8, id="no answer"),
-        pytest.param(502, 8, id="a load balancer found no API server"),
-        pytest.param(503, 8, id="a load balancer has none"),
-        pytest.param(504, 8, id="a load balancer got no answer"),
-    ],
-)
+@pytest.mark.parametrize("status, longest", [(500, 60), (0, 8), (502, 8), (503, 8), (504, 8)])
 def test_a_failing_key_backs_off_exponentially_until_it_succeeds(mocker, status, longest):
     outcomes = [sked.ApiError(status, "no")] * 10 + [math.inf, ValueError("bug")]
     doubling = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -3467,10 +3458,10 @@ def messages_after(mocker: Any, caplog: Any, outcomes: list) -> list[str]:
     return caplog.messages
 
 
-@pytest.mark.parametrize("status, silent", [(500, 4), (403, 4), (404, 4), (409, 4)])
-def test_a_failure_is_logged_once_and_only_if_it_does_not_pass_soon(mocker, caplog, status, silent):
+@pytest.mark.parametrize("status", [500, 403, 404, 409])
+def test_a_failure_is_logged_once_and_only_if_it_does_not_pass_soon(mocker, caplog, status):
     failure = sked.ApiError(status, "no")
-    assert messages_after(mocker, caplog, [failure] * silent) == []
+    assert messages_after(mocker, caplog, [failure] * 4) == []
     caplog.clear()
     logged = messages_after(mocker, caplog, [failure] * 12)
     assert logged == ["default/one: no; trying again"]
@@ -3520,22 +3511,15 @@ def test_the_daemonset_follows_its_schedext_from_creation_to_deletion(world, cap
     eventually(lambda: caplog.messages, contains(f"{world.ns}/x: deleted"))
 
 
-@pytest.mark.parametrize("seconds, writes", [(0, 1), (1, 2)])
-def test_a_daemonset_without_a_stamp_is_taken_over_and_restarts_nobody(
-    world, server, kubelets, seconds, writes
-):
-    """Its spec says the same in another spelling, unless the CRD's new default is added to it.
-
-    Only the answer tells; if it did change, a second write puts the stamp's generation right.
-    """
+def test_a_daemonset_without_a_stamp_is_taken_over_and_restarts_nobody(world, server, kubelets):
+    """Its spec says the same in another spelling."""
     kubelets.add_node("a")
-    server.create(daemonset("x", world.ns, world.add(minReadySeconds=seconds)))
+    server.create(daemonset("x", world.ns, world.add()))
     before = eventually(lambda: uids(kubelets))
     world.start()
     world.expect("AllReady")
-    assert world.written().count("patch daemonsets") == writes
+    assert world.written().count("patch daemonsets") == 1
     assert uids(kubelets) == before
-    assert stamp_on(world.made())["generation"] == world.made()["metadata"]["generation"]
     assert server.list("events") == []
     assert world.restart() == []
 
