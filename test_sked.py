@@ -2596,9 +2596,6 @@ def test_parking_changes_placement_strategy_and_stamp_and_nothing_else():
         status: {currentNumberScheduled: 0, updatedNumberScheduled: 0, numberMisscheduled: 2}
       pods: []
     the pod watch hangs: {pods: [settled, older], expected: true}
-    the status says that one is old:
-      changes: {status: {updatedNumberScheduled: 1}}
-      pods: [settled]
     the pods say that one is old:
       changes: {status: {numberMisscheduled: 1}}
       pods: [settled, older]
