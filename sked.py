@@ -100,10 +100,10 @@ class InvalidSpec(ValueError):
 class Blocked(Exception):
     """Why the DaemonSet cannot be written, or not yet: reason and message for the status."""
 
-    def __init__(self, reason: str, message: str, look_again: float = BLOCKED_SECONDS) -> None:
+    def __init__(self, reason: str, message: str, look_again: float) -> None:
         super().__init__(message)
         self.reason = reason
-        self.look_again = look_again  # after this many seconds
+        self.look_again = look_again  # in seconds
 
 
 class ApiError(Exception):
@@ -697,7 +697,8 @@ def check_control(schedext: dict, daemonset: dict) -> None:
         return
     is_of_predecessor = (owner.get("kind"), owner.get("name")) == ("SchedExt", name)
     if is_leaving or is_of_predecessor:
-        raise Blocked("RollingOut", f"waiting for the old DaemonSet {name} to be deleted")
+        message = f"waiting for the old DaemonSet {name} to be deleted"
+        raise Blocked("RollingOut", message, BLOCKED_SECONDS)
     is_orphan = not owner and OURS.items() <= meta.get("labels", {}).items()
     if not is_orphan or daemonset["spec"]["selector"] != {"matchLabels": {"name": name}}:
         raise Blocked(
@@ -705,6 +706,7 @@ def check_control(schedext: dict, daemonset: dict) -> None:
             f"a DaemonSet {name} exists that is not sked's: give this SchedExt another name, or "
             f"delete that DaemonSet with 'kubectl delete daemonset -n {namespace} {name}'; sked "
             "looks again within a minute",
+            BLOCKED_SECONDS,
         )
 
 
@@ -1641,9 +1643,7 @@ class Memory:
 
     def __init__(self, schedext_uid: str) -> None:
         self.schedext_uid = schedext_uid
-        self.is_first_look = (
-            True  # until sked has written the DaemonSet, or found it as it should be
-        )
+        self.is_first_look = True  # until the DaemonSet was written, or was as it should be
         # The DaemonSet, as we last wrote it or found it as it should be:
         self.uid = ""
         self.generation = 0

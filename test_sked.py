@@ -2952,7 +2952,7 @@ def test_no_more_nodes_fail_than_are_wanted_although_lost_nodes_have_pods_that_f
 )
 def test_what_waiting_does_not_fix_is_stalled_until_it_is_over(reason, is_stalled):
     seen = observed(["crashing"])
-    conditions = status_of(seen, blocked=sked.Blocked(reason, "why"))["conditions"]
+    conditions = status_of(seen, blocked=sked.Blocked(reason, "why", 60))["conditions"]
     said = [(c["type"], c["status"], c["reason"], c["message"]) for c in conditions]
     stalled = ("Stalled", "True", reason, "why")
     assert said == [("Ready", "False", reason, "why"), stalled][: 1 + is_stalled]
@@ -3822,6 +3822,10 @@ def test_a_wish_that_is_refused_for_15_s_pauses_for_as_long_and_another_one_does
         with pytest.raises(sked.Blocked, match="no pods today") as blocked:
             memory.check_pause("this")
         assert (blocked.value.reason, blocked.value.look_again) == ("Rejected", pause)
+    memory.saw_as_wanted(stamped(STORED), sked.stamp_of(stamped(STORED)))
+    clock.return_value = 2000.0
+    memory.rejected("this", "no pods today", at_once=False)  # for the first time since then
+    memory.check_pause("this")
 
 
 def test_a_refusal_after_an_outage_has_not_lasted(mocker):
