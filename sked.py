@@ -181,9 +181,9 @@ def precedence(schedext: dict) -> tuple:
 
 def loses_to(schedext: dict, other: dict) -> bool:
     """Whether both may select the same node, and the other SchedExt wins there."""
-    mine, theirs = selector_of(schedext), selector_of(other)
-    for label in mine.keys() & theirs.keys():
-        if mine[label] != theirs[label]:
+    theirs = selector_of(other)
+    for label, value in selector_of(schedext).items():
+        if theirs.get(label, value) != value:
             return False  # no node has two values of one label
     return key_of(other) != key_of(schedext) and precedence(other) < precedence(schedext)
 
