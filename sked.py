@@ -343,7 +343,7 @@ def check_spec(schedext: dict) -> None:
     for pair in selector_of(schedext).items():
         for text in pair:
             if not isinstance(text, str):
-                raise InvalidSpec(f"spec.nodeSelector is a map of text: write '{text}' in quotes")
+                raise InvalidSpec(f"spec.nodeSelector needs text: put '{text}' in quotes")
 
 
 def build_daemonset(schedext: dict, yields_to: Iterable[dict] = ()) -> dict:
@@ -469,7 +469,7 @@ class Pod(NamedTuple):
     name: str
     node: str
     revision: str  # of the template that it was made from
-    template_generation: str  # of the DaemonSet when it was made
+    template_generation: str  # the same as a number: a DaemonSet shows only this one of its own
     started: str  # when its containers started, by the node's clock; empty unless all of them run
     is_up: bool  # all of sked's containers are running and ready
     up_since: float | None  # when it came up, by monotonic(); None until it does
@@ -562,12 +562,12 @@ def pod_problem(meta: dict, status: dict, containers: dict) -> Problem:
 def came_up_at(started: str, is_up: bool, old: Pod | None, now: float) -> float | None:
     """When the containers of a pod came up, by monotonic(); None if they never did."""
     if old and old.started == started and old.up_since is not None:
-        return old.up_since  # they run since then, even if they are unready for a moment
+        return old.up_since  # they have been running since, even if unready for a moment
     if not is_up:
         return None
     if old:
         return now  # we saw it, and need not trust the node's clock
-    # They came up before sked started, and its restart must not make them young again.
+    # They came up before sked started, and restarting sked must not reset their age.
     return now - max(0.0, time.time() - unix_time(started))
 
 
@@ -677,7 +677,7 @@ class Observed(NamedTuple):
     stamp: Stamp  # of the DaemonSet
     pods: list[Pod]  # of the DaemonSet
     winners: list[dict]  # the SchedExts that it yields to
-    is_first_look: bool = False  # since sked started
+    is_contested: bool = False  # others keep changing the DaemonSet, and sked is backing off
 
 
 def pod_spec(daemonset: dict) -> dict:
@@ -717,8 +717,8 @@ def revisions_of(pods: list[Pod]) -> set[str]:
 def is_rolled_out(daemonset: dict, pods: list[Pod]) -> bool:
     """Whether all pods are of the current template.
 
-    The counts leave out the pods on lost and tainted nodes (misscheduled). Without such pods, the
-    counts suffice. With them, all pods must be of one revision, which must be the current one.
+    Either the counts say so, and leave out no pod (misscheduled: on a lost or tainted node), or all
+    pods are of one revision, which is known to be the current one.
     """
     counts = counts_of(daemonset)
     if not pods and not counts.current and not counts.misscheduled:
@@ -732,11 +732,10 @@ def is_rolled_out(daemonset: dict, pods: list[Pod]) -> bool:
     return len(revisions_of(pods)) == 1 and (all_updated or one_is_current)
 
 
-def remains_parked(observed: Observed) -> bool:
-    """Whether a parked DaemonSet remains parked while nothing new is wanted: until all of its pods
-    are of the current template anyway."""
-    have, pods = observed.daemonset, observed.pods
-    return not (pods and is_observed(have) and is_rolled_out(have, pods))
+def moves(have: dict, wanted: dict) -> bool:
+    """Whether other nodes are wanted than those that the DaemonSet selects."""
+    old, new = pod_spec(have), pod_spec(wanted)
+    return any(old.get(field) != new.get(field) for field in PLACEMENT_FIELDS)
 
 
 def needs_parking(observed: Observed, wanted: dict) -> bool:
@@ -750,7 +749,7 @@ def needs_parking(observed: Observed, wanted: dict) -> bool:
         return False  # no pod could restart
     if observed.stamp.parked:
         return True  # its pods are still of an earlier template
-    if all(pod_spec(wanted).get(field) == pod_spec(have).get(field) for field in PLACEMENT_FIELDS):
+    if not moves(have, wanted):
         return False  # the template stays as it is
     if not is_observed(have):
         raise Blocked("RollingOut", "waiting for the DaemonSet controller", GATHER_SECONDS)
@@ -809,7 +808,7 @@ def merged_spec(have: dict, wanted: dict, parked: bool, with_template: bool) -> 
 
 
 def plan(observed: Observed) -> dict | None:
-    """The DaemonSet to write, with its stamp; None if it is as it should be.
+    """The DaemonSet to write, with its stamp; None if there is nothing to change.
 
     Raises InvalidSpec if none can be made, and Blocked if it must not be written, or not yet.
     """
@@ -822,29 +821,30 @@ def plan(observed: Observed) -> dict | None:
     generation = generation_of(have)
     is_edited = generation != old.generation  # by someone else, since our last write
     must_restart = runs != old.runs
-    if observed.is_first_look and is_edited and wish != old.wish and not must_restart:
-        # While sked was down, someone edited the DaemonSet, and other nodes came to be wanted. A
-        # DaemonSet that was edited cannot be parked, because its pods may have been replaced. So
-        # only undo the edit, under the old wish and with the placement that is there. The next
-        # pass moves the DaemonSet to the other nodes.
-        wish = old.wish
-        set_fields(pod_spec(wanted), pod_spec(have), PLACEMENT_FIELDS)
     if must_restart:
         parked = False
     elif is_edited:
         # With another strategy, the controller may have replaced pods already.
         parked = old.parked and have["spec"]["updateStrategy"]["type"] == "OnDelete"
+        if wish != old.wish and moves(have, wanted) and not observed.is_contested:
+            # Other nodes are wanted, too. But a DaemonSet that was edited cannot be parked, because
+            # its pods may have been replaced. So only undo the edit, under the old wish and with
+            # the placement that is there. The next pass does the rest.
+            wish = old.wish
+            set_fields(pod_spec(wanted), pod_spec(have), PLACEMENT_FIELDS)
     elif wish == old.wish:
-        parked = old.parked and remains_parked(observed)
+        # It remains parked until all of its pods are of the current template anyway.
+        is_over = observed.pods and is_observed(have) and is_rolled_out(have, observed.pods)
+        parked = old.parked and not is_over
     else:
         parked = needs_parking(observed, wanted)
     spec = have["spec"]
     if is_edited or (wish, runs, parked) != (old.wish, old.runs, old.parked):
         spec = merged_spec(spec, wanted["spec"], parked, is_edited or must_restart)
     if spec != have["spec"] and not is_edited:
-        # This write should raise the generation. One that undoes an edit may leave it, since the
-        # API server fills in its defaults again. write_daemonset corrects a wrong guess. The lower
-        # one is safe: until then, it reads as an edit. The higher one would hide the next edit.
+        # This write should raise the generation. One that undoes an edit may change nothing, so it
+        # stamps the generation that is there: too low is safe, because it reads as an edit, while
+        # too high would hide the next edit. write_daemonset stamps again if this guess is wrong.
         generation += 1
     target = have | {"metadata": merged_metadata(have, wanted), "spec": spec}
     target = with_stamp(target, Stamp(wish, runs, parked, generation))
@@ -852,9 +852,10 @@ def plan(observed: Observed) -> dict | None:
 
 
 def is_repair(have: dict, old: Stamp, new: Stamp) -> bool:
-    """Whether a write restores what sked wanted before: someone else has changed something."""
-    is_edited = generation_of(have) != old.generation
-    return old.wish == new.wish and (is_edited or old.parked == new.parked)
+    """Whether a write restores what sked wanted before, because someone else has changed it. Ending
+    parking does not."""
+    unparks = old.parked and not new.parked and generation_of(have) == old.generation
+    return old.wish == new.wish and not unparks
 
 
 # ---------------------------------------------------------------- status
@@ -991,8 +992,8 @@ def ready_reason(observed: Observed, summary: Summary) -> Problem:
         return "NoNodes", no_nodes_message(schedext, winners)
     if summary.failing:
         return "NodesFailing", failing_message(observed, summary)
-    is_current = summary.updated >= desired and len(revisions_of(observed.pods)) <= 1
-    if summary.ready < desired or not (is_current or parked):
+    is_mixed = len(revisions_of(observed.pods)) > 1
+    if summary.ready < desired or not parked and (summary.updated < desired or is_mixed):
         return "RollingOut", rolling_message(observed, summary)
     message = f"running on {desired} of {desired} nodes"
     if parked:
@@ -1191,8 +1192,8 @@ class Api:
         self.configure = configure
         self.lock = threading.Lock()
         self.must_connect = True  # before the next request
-        self.host = "an API server to which it could not log in yet"
-        with suppress(ApiError):  # A credential plugin failed; the next request tries again.
+        self.host = "an API server (not logged in yet)"
+        with suppress(ApiError):  # configure() failed to log in; the next request tries again.
             self.connect()
 
     def connect(self) -> None:
@@ -1434,7 +1435,7 @@ class SchedExts(Reflector):
         if old and new and claim_of(old) == claim_of(new):
             return
         if not self.filled.is_set():
-            return  # the first list queues everybody
+            return  # the first list queues every SchedExt
         # Others leave the nodes of a new winner at once. They return to those of a deleted one a
         # moment later, when its pods have begun to end.
         delay = 0.0 if new else GATHER_SECONDS
@@ -1518,7 +1519,7 @@ class WorkQueue:
         return None
 
     def next(self) -> tuple[Key | None, float]:
-        """The key that has been due for longest, or None and for how long to wait."""
+        """The key that is overdue the longest, or None and for how long to wait."""
         waiting = [(when, key) for key, when in self.due.items() if key not in self.busy]
         when, key = min(waiting, default=(inf, None))
         wait = when - monotonic()
@@ -1622,7 +1623,7 @@ def last_editor(daemonset: dict) -> str:
 
 QUICK_REPAIRS = 6  # made at once; after that it is a fight, and sked pauses between repairs
 QUIET_SECONDS = 60.0  # after this long without a repair, a fight is over
-PATIENCE_SECONDS = 15.0  # a refusal that has lasted for so long belongs in the status
+PATIENCE_SECONDS = 15.0  # a refusal that has lasted this long belongs in the status
 
 
 class Pause(NamedTuple):
@@ -1643,12 +1644,10 @@ class Memory:
 
     def __init__(self, schedext_uid: str) -> None:
         self.schedext_uid = schedext_uid
-        self.is_first_look = True  # until the DaemonSet was written, or was as it should be
         # The DaemonSet, as we last wrote it or found it as it should be:
         self.uid = ""
         self.generation = 0
         self.stamp = NO_STAMP
-        self.sent_stamp = NO_STAMP  # may have foreseen another generation
         self.stamp_sticks = True  # False if something strips the stamp from what we write
         # Trouble with writing it:
         self.refused = NOT_REFUSED
@@ -1675,9 +1674,7 @@ class Memory:
         self.uid = daemonset["metadata"]["uid"]
         self.generation = generation_of(daemonset)
         self.stamp = stamp._replace(generation=self.generation)
-        self.sent_stamp = stamp
         self.refused = NOT_REFUSED
-        self.is_first_look = False
 
     def is_ahead_of(self, daemonset: dict) -> bool:
         """Whether this copy of the DaemonSet is older than our last write."""
@@ -1690,12 +1687,14 @@ class Memory:
             return stamp_of(daemonset)
         if daemonset["metadata"]["uid"] != self.uid:
             return NO_STAMP  # someone has made a new one, perhaps from a copy with our stamp
-        if self.stamp_sticks and stamp_of(daemonset) not in (self.sent_stamp, NO_STAMP):
-            return stamp_of(daemonset)  # of another sked
-        return self.stamp
+        there = stamp_of(daemonset)
+        is_ours = there._replace(generation=self.stamp.generation) == self.stamp
+        if is_ours or there == NO_STAMP or not self.stamp_sticks:
+            return self.stamp  # the generation on the DaemonSet may be one that plan guessed
+        return there
 
     def rejected(self, wish: str, message: str, at_once: bool) -> None:
-        """Note a refusal. If it has lasted, or at once, it calls for a pause of the same length."""
+        """Note a refusal. If it has lasted, or at_once, pause for as long as it has lasted."""
         now = monotonic()
         last_wish, since = self.refused
         if wish != last_wish:
@@ -1727,10 +1726,13 @@ class Memory:
         self.repairs = 0
         self.pause = NO_PAUSE
 
+    def is_pausing(self) -> bool:
+        return monotonic() < self.pause.until
+
     def check_pause(self, wish: str) -> None:
         """Raise Blocked if it is too soon to write this wish again."""
-        wait = self.pause.until - monotonic()
-        if wish == self.pause.wish and wait > 0:
+        if wish == self.pause.wish and self.is_pausing():
+            wait = self.pause.until - monotonic()
             raise Blocked(self.pause.reason, self.pause.message, wait)
 
     def note_counts(self, counts: tuple, was_failing: bool) -> float:
@@ -1750,7 +1752,7 @@ class Memory:
 # ---------------------------------------------------------------- reconcile
 
 WORKERS = 4  # enough to hide the API server's latency
-PATIENCE = 4  # failures of a key in a row that may pass by themselves; the next one is logged
+QUIET_FAILURES = 4  # failures of a key in a row that may pass by themselves; the next one is logged
 STUCK_SECONDS = 360.0  # a thread that shows no sign of life for this long is stuck
 STOP_SECONDS = 1.8  # the most from SIGTERM to exit
 FINISH_SECONDS = 0.8  # of that, for the work under way
@@ -1840,14 +1842,14 @@ class Operator:
             if error.is_outage():
                 self.faults.report(who, str(error))  # logged once, however many keys it affects
                 if memory := self.memories.get(key):
-                    memory.refused = NOT_REFUSED  # an earlier refusal has not lasted until now
+                    memory.refused = NOT_REFUSED  # an outage ends a run of refusals
                 self.queue.failed(key, "outage", RECONNECT_SECONDS)
             else:
                 # The next look asks the API server, because the key has failed.
                 is_cache_behind = error.status in (404, 409)
                 result = "requeue" if is_cache_behind else "error"
                 times = self.queue.failed(key, "refusal", BLOCKED_SECONDS, at_once=is_cache_behind)
-                if times > PATIENCE:
+                if times > QUIET_FAILURES:
                     self.faults.report(who, f"{who}: {error}")
         except Exception:
             log.exception("%s: unexpected error", who)
@@ -1879,7 +1881,7 @@ class Operator:
             target = plan(observed)
             if target:
                 self.write_daemonset(key, observed, target)
-                return GATHER_SECONDS  # the status follows when the controller has had a moment
+                return GATHER_SECONDS  # the status follows, once the controller has reacted
             self.memories[key].saw_as_wanted(observed.daemonset, observed.stamp)
         except InvalidSpec as error:
             blocked = Blocked("Rejected", str(error), look_again=inf)  # until somebody edits it
@@ -1888,18 +1890,18 @@ class Operator:
         return self.update_status(key, observed, blocked)
 
     def observe(self, key: Key, schedext: dict) -> Observed:
-        """What there is."""
+        """Gather what plan and the status need."""
         memory = self.memories[key]
         daemonset = self.find_daemonset(key, schedext)
         stamp, pods = NO_STAMP, []
         if daemonset:
             stamp = memory.stamp_to_trust(daemonset)
-            if not memory.stamp_sticks:  # As if it did: else plan would write it again and again.
+            if not memory.stamp_sticks:  # Pretend that it did, or plan would write it forever.
                 daemonset = with_stamp(daemonset, stamp)
             uid = daemonset["metadata"]["uid"]
             pods = [pod for pod in self.pods.values() if pod.daemonset_uid == uid]
         winners = winners_of(schedext, self.schedexts.values())
-        return Observed(schedext, daemonset, stamp, pods, winners, memory.is_first_look)
+        return Observed(schedext, daemonset, stamp, pods, winners, memory.is_pausing())
 
     def find_daemonset(self, key: Key, schedext: dict) -> dict | None:
         """The DaemonSet, or None.
@@ -1933,17 +1935,19 @@ class Operator:
         """Write what is planned, and report it."""
         schedext, have, memory = observed.schedext, observed.daemonset, self.memories[key]
         old, new = observed.stamp, stamp_of(target)
-        if not self.queue.has_failed(key):  # else the reason for the pause may be gone
+        is_retry = self.queue.has_failed(key)  # then a refusal may be over by now
+        if not (is_retry and memory.pause.reason == "Rejected"):
             memory.check_pause(new.wish)
         if have:
             repairs = is_repair(have, old, new)
         else:  # If there was a DaemonSet, someone has deleted it.
             repairs = bool(memory.uid or schedext["status"].get("nodes", {}).get("desired"))
         answer = self.apply(key, have, target)
-        self.report_write(key, observed, answer, repairs)
-        if memory.stamp != new:
-            # plan foresaw another generation: the write undid an edit, or changed nothing.
-            self.apply(key, answer, with_stamp(answer, memory.stamp))
+        try:
+            if memory.stamp != new:  # plan foresaw another generation
+                self.apply(key, answer, with_stamp(answer, memory.stamp))
+        finally:
+            self.report_write(key, observed, answer, repairs)
 
     def apply(self, key: Key, have: dict | None, target: dict) -> dict:
         """Create or patch the DaemonSet. Raises Blocked if a refusal belongs in the status."""
@@ -1981,13 +1985,15 @@ class Operator:
         message = f"cannot apply the DaemonSet: {str(error)[:1000]}"
         memory = self.memories[key]
         memory.rejected(wish, message, at_once=error.status in (400, 422))
-        memory.check_pause(wish)
+        memory.check_pause(wish)  # raises Blocked if this refusal has led to a pause
 
     def report_write(self, key: Key, observed: Observed, answer: dict, repairs: bool) -> None:
         """Log a write of the DaemonSet. If it repairs what others did, send an event."""
         have, memory = observed.daemonset, self.memories[key]
         changes = changed_fields(have, answer) if have else []
-        if repairs and observed.stamp.parked:  # then sked itself may have changed the strategy
+        if have and not changes and observed.stamp == memory.stamp:
+            return  # this only wrote the stamp that an earlier pass could not write
+        if repairs and observed.stamp.parked:  # undoing an edit may unpark it: that is our change
             changes = [path for path in changes if not path.startswith("spec.updateStrategy")]
         if not repairs:
             memory.wrote_something_new()
@@ -2028,7 +2034,7 @@ class Operator:
         return max(GATHER_SECONDS, wait)  # no busy loop
 
     def report_status(self, key: Key, schedext: dict, status: dict) -> None:
-        """Log a new reason, and send an event if a person wants to be told."""
+        """Log a new reason, and send an event if someone should be told."""
         memory, ready = self.memories[key], condition(status, "Ready")
         reason, message = ready["reason"], ready["message"]
         old_reason = condition(schedext["status"], "Ready").get("reason")

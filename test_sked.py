@@ -2307,13 +2307,13 @@ def planned(
     have: dict | None,
     pools: Iterable[str] = (),
     pods: Iterable[str] = (),
-    is_first_look: bool = False,
+    is_contested: bool = False,
     **spec: Any,
 ) -> dict | None:
     """What sked would write if this SchedExt, which yields to these pools, has this DaemonSet."""
     winners = [for_nodes(labels, "pool") for labels in pools]
     stamp = sked.stamp_of(have) if have else sked.NO_STAMP
-    seen = sked.Observed(given(**spec), have, stamp, pods_of(pods), winners, is_first_look)
+    seen = sked.Observed(given(**spec), have, stamp, pods_of(pods), winners, is_contested)
     return sked.plan(seen)
 
 
@@ -2614,14 +2614,20 @@ def test_a_daemonset_is_parked_if_only_its_placement_changes_and_its_pods_are_cu
     assert parked_by(planned(have, ["pool=latency"], pods, **spec)) is expected
 
 
-def test_an_edit_made_while_sked_was_down_is_undone_before_a_pool_that_came_meanwhile():
+def test_an_edit_is_undone_before_a_pool_moves_the_daemonset():
     have = merge(changed("spec.minReadySeconds", 5, stamped(STORED)), LATER)
-    target = planned(have, ["pool=latency"], ["settled", "settled"], is_first_look=True)
+    target = planned(have, ["pool=latency"], ["settled", "settled"])
     answer = answered(target)
     assert repairs(have, target)
     assert answer["spec"] == STORED["spec"]
     after = merge(noted(answer, json.dumps(stamp_on(target) | {"generation": 2})), LATER)
     assert parked_by(planned(after, ["pool=latency"], ["settled", "settled"]))
+
+
+def test_a_pool_does_not_wait_for_the_end_of_a_fight():
+    have = merge(changed("spec.minReadySeconds", 5, stamped(STORED)), LATER)
+    target = planned(have, ["pool=latency"], ["settled", "settled"], is_contested=True)
+    assert terms(target) == ["pool!=latency"]
 
 
 def test_without_a_stamp_nothing_is_parked():
@@ -3731,6 +3737,25 @@ def test_an_edit_while_sked_was_down_is_undone_and_told(world, server, fleet):
     assert world.made()["spec"] == before
 
 
+def test_a_stamp_that_could_not_be_corrected_at_once_is_no_second_repair(world, server, mocker):
+    world.deploy()
+    eventually(world.is_idle)
+    write, paths = world.operator.write, []
+
+    def conflict(method: str, path: str, *rest: Any) -> dict:
+        paths.extend([path] if "/daemonsets/" in path else [])
+        if paths[1:] == [path]:  # it follows the repair
+            raise sked.ApiError(409, "the DaemonSet has been modified")
+        return write(method, path, *rest)
+
+    mocker.patch.object(world.operator, "write", side_effect=conflict)
+    world.drift(in_template(hostPID=True))
+    eventually(lambda: len(paths), 3)
+    eventually(world.is_idle)
+    assert world.is_stamped()
+    assert len(drift_events(server)) == world.operator.memories[world.ns, "x"].repairs == 1
+
+
 def test_an_edit_that_also_ends_parking_is_told(world, server, fleet):
     world.add("pool", nodeSelector=A)
     eventually(lambda: stamp_on(world.made())["parked"])
@@ -4775,7 +4800,7 @@ def test_render_prints_daemonsets_that_yield_to_each_other(capsys, tmp_path):
     text as a switch: {spec: {sched: x, suspend: "yes"}, words: "must be true or false, not 'yes'"}
     a switch as a number: {spec: {sched: x, minReadySeconds: true}, words: must be a whole number}
     a list as nodeSelector: {spec: {sched: x, nodeSelector: [a]}, words: nodeSelector must be a map}
-    a number as a label's value: {spec: {sched: x, nodeSelector: {pool: 1}}, words: "write '1' in"}
+    a number as a label's value: {spec: {sched: x, nodeSelector: {pool: 1}}, words: "put '1' in"}
     hostPaths: {spec: {sched: x, hostPaths: 3}, words: "spec.hostPaths must be a list, not 3"}
     """,
     api_version="sked.schedkit.io/v1",
