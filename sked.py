@@ -1619,6 +1619,17 @@ def last_editor(daemonset: dict) -> str:
     return manager if manager and when >= ours else "an unknown client"
 
 
+def drift_message(observed: Observed, changes: list[str]) -> str:
+    """What a repair has undone; empty if it was nothing that sked owns."""
+    if not observed.daemonset:
+        return "the DaemonSet was deleted; sked has created it again"
+    if observed.stamp.parked:  # undoing an edit may also unpark it, which is sked's own change
+        changes = [path for path in changes if not path.startswith("spec.updateStrategy")]
+    if not changes:
+        return ""
+    return f"{last_editor(observed.daemonset)} changed {listed(changes)}; sked has reverted it"
+
+
 # ---------------------------------------------------------------- what the process remembers
 
 QUICK_REPAIRS = 6  # made at once; after that it is a fight, and sked pauses between repairs
@@ -1993,18 +2004,12 @@ class Operator:
         changes = changed_fields(have, answer) if have else []
         if have and not changes and observed.stamp == memory.stamp:
             return  # this only wrote the stamp that an earlier pass could not write
-        if repairs and observed.stamp.parked:  # undoing an edit may unpark it: that is our change
-            changes = [path for path in changes if not path.startswith("spec.updateStrategy")]
         if not repairs:
             memory.wrote_something_new()
             action = f"changed {listed(changes)} of" if changes else "stamped"
             log.info("%s/%s: %s the DaemonSet", *key, action if have else "created")
             return
-        drift = ""
-        if not have:
-            drift = "the DaemonSet was deleted; sked has created it again"
-        elif changes:
-            drift = f"{last_editor(have)} changed {listed(changes)}; sked has reverted it"
+        drift = drift_message(observed, changes)
         memory.repaired(drift)
         slow_repairs = memory.repairs - QUICK_REPAIRS
         if not drift or slow_repairs > 1:
