@@ -621,7 +621,7 @@ class Stamp(NamedTuple):
     If it has another generation, someone else has edited it since.
     """
 
-    wish: str  # hash of what build_daemonset made
+    wish: str  # hash of what build_daemonset made; empty if the write only undid an edit
     runs: str  # hash of the part of it that pods must restart for
     parked: bool
     generation: int  # that the write gives to the DaemonSet; plan has to foresee it
@@ -638,6 +638,12 @@ def stamp_of(daemonset: dict) -> Stamp:
         if [type(value) for value in stamp] == [str, str, bool, int]:
             return stamp
     return NO_STAMP
+
+
+def is_copy(daemonset: dict) -> bool:
+    """Whether someone else has made it, perhaps from a copy with our stamp: sked never wrote it."""
+    writers = [entry.get("manager") for entry in daemonset["metadata"].get("managedFields", ())]
+    return bool(writers) and FIELD_MANAGER not in writers
 
 
 def with_stamp(daemonset: dict, stamp: Stamp) -> dict:
@@ -828,9 +834,9 @@ def plan(observed: Observed) -> dict | None:
         parked = old.parked and have["spec"]["updateStrategy"]["type"] == "OnDelete"
         if wish != old.wish and moves(have, wanted) and not observed.is_contested:
             # Other nodes are wanted, too. But a DaemonSet that was edited cannot be parked, because
-            # its pods may have been replaced. So only undo the edit, under the old wish and with
-            # the placement that is there. The next pass does the rest.
-            wish = old.wish
+            # its pods may have been replaced. So only undo the edit and leave the placement as it
+            # is. Nobody wished for that, so the next pass does the rest.
+            wish = ""
             set_fields(pod_spec(wanted), pod_spec(have), PLACEMENT_FIELDS)
     elif wish == old.wish:
         # It remains parked until all of its pods are of the current template anyway.
@@ -855,7 +861,7 @@ def is_repair(have: dict, old: Stamp, new: Stamp) -> bool:
     """Whether a write restores what sked wanted before, because someone else has changed it. Ending
     parking does not."""
     unparks = old.parked and not new.parked and generation_of(have) == old.generation
-    return old.wish == new.wish and not unparks
+    return new.wish in (old.wish, "") and not unparks
 
 
 # ---------------------------------------------------------------- status
@@ -1634,7 +1640,7 @@ def drift_message(observed: Observed, changes: list[str]) -> str:
 
 QUICK_REPAIRS = 6  # made at once; after that it is a fight, and sked pauses between repairs
 QUIET_SECONDS = 60.0  # after this long without a repair, a fight is over
-PATIENCE_SECONDS = 15.0  # a refusal that has lasted this long belongs in the status
+PATIENCE_SECONDS = 10.0  # a refusal that has lasted this long belongs in the status
 
 
 class Pause(NamedTuple):
@@ -1694,10 +1700,10 @@ class Memory:
 
     def stamp_to_trust(self, daemonset: dict) -> Stamp:
         """The stamp on the DaemonSet, unless we know better."""
-        if not self.uid:
-            return stamp_of(daemonset)
+        if is_copy(daemonset):
+            return NO_STAMP
         if daemonset["metadata"]["uid"] != self.uid:
-            return NO_STAMP  # someone has made a new one, perhaps from a copy with our stamp
+            return stamp_of(daemonset)
         there = stamp_of(daemonset)
         is_ours = there._replace(generation=self.stamp.generation) == self.stamp
         if is_ours or there == NO_STAMP or not self.stamp_sticks:

@@ -2514,6 +2514,14 @@ def test_a_stamp_that_is_missing_or_nonsense_is_none_and_a_new_one_restarts_nobo
     assert not repairs(have, target)
 
 
+def test_a_stamp_is_not_believed_on_a_copy_that_someone_else_has_created():
+    have = stamped(STORED)
+    have["metadata"]["managedFields"] = [{"manager": "sked"}, {"manager": "kubectl-edit"}]
+    assert sked.Memory("u-1").stamp_to_trust(have) == sked.stamp_of(have)
+    have["metadata"]["managedFields"] = [{"manager": "kubectl-replace"}]
+    assert sked.Memory("u-1").stamp_to_trust(have) == sked.NO_STAMP
+
+
 @cases(
     "spec, changes",
     """
@@ -2622,6 +2630,13 @@ def test_an_edit_is_undone_before_a_pool_moves_the_daemonset():
     assert answer["spec"] == STORED["spec"]
     after = merge(noted(answer, json.dumps(stamp_on(target) | {"generation": 2})), LATER)
     assert parked_by(planned(after, ["pool=latency"], ["settled", "settled"]))
+
+
+def test_an_edit_of_the_placement_is_undone_although_the_pool_that_came_is_gone_again():
+    have = merge(changed("spec.template.spec.nodeSelector", {"a": "b"}, stamped(STORED)), LATER)
+    target = planned(have, ["pool=latency"], ["settled", "settled"])
+    after = merge(noted(target, json.dumps(stamp_on(target) | {"generation": 2})), LATER)
+    assert "nodeSelector" not in pod_spec(planned(after, [], ["settled", "settled"]))
 
 
 def test_a_pool_does_not_wait_for_the_end_of_a_fight():
@@ -3577,7 +3592,7 @@ def refuse(words: str, why: str) -> Callable:
     """
     a bad request: {refusals: [400], is_reported: true}
     an invalid DaemonSet: {refusals: [422], is_reported: true}
-    forbidden for a moment: {refusals: [403, 403], seconds: 14}
+    forbidden for a moment: {refusals: [403, 403], seconds: 9}
     forbidden: {refusals: [403, 403], is_reported: true}
     a failing webhook: {refusals: [500, 500], is_reported: true}
     too many requests: {refusals: [429, 429]}
@@ -3588,7 +3603,7 @@ def refuse(words: str, why: str) -> Callable:
       refusals: [403, 403]
       why: unable to create new content in namespace x because it is being terminated
     """,
-    seconds=15,
+    seconds=10,
     why="no",
     is_reported=False,
 )
