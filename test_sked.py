@@ -4,8 +4,8 @@
     ApiServer        a Kubernetes API server in memory that speaks real HTTP and authorises by
                      install.yaml
     Kubelets         plays the DaemonSet controller and the nodes on an ApiServer
-    Cluster          what end-to-end tests talk to: an ApiServer, or the real cluster that
-                     $SKED_TEST_KUBECONFIG names
+    RealCluster      the cluster that $SKED_TEST_KUBECONFIG names, for what only a real one shows
+    World            SchedExts, on either of them, and a sked in this process
     OperatorProcess  sked.py in a process of its own
 
     python test_sked.py   shows sked at work, in a minute and without a cluster
@@ -428,7 +428,7 @@ class Change(NamedTuple):
 
 
 class Client:
-    """What a test can ask of an API server; raises a Refusal if it refuses."""
+    """What a test can ask of an ApiServer or a RealCluster; raises a Refusal if it refuses."""
 
     resources: Any  # Resources, by their plural
     call: Callable[..., Any]  # with method, path and body
@@ -519,7 +519,10 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         self.stop_listening()
         self.temporary.cleanup()
 
-    def kubeconfig(self, user: str, certificate: bool = False) -> Path:
+    def namespace(self) -> str:
+        return "default"
+
+    def kubeconfig(self, user: str = "sked", certificate: bool = False) -> Path:
         """The path of a kubeconfig for a user with a token or a client certificate."""
         cluster = {"server": f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}"}
         if self.tls:
@@ -1259,15 +1262,22 @@ def container_status(pod: dict, container: dict, step: str, restarts: int) -> di
 # ---------------------------------------------------------------- the cluster and the operator
 
 
-class Cluster(Client):
-    """An ApiServer, or the cluster of $SKED_TEST_KUBECONFIG: over HTTP, as admin."""
+class RealCluster(Client):
+    """The cluster that $SKED_TEST_KUBECONFIG names, with install.yaml applied: as admin."""
 
-    def __init__(self, server: ApiServer | None = None) -> None:
-        self.server = server
-        self.path = server.kubeconfig("admin") if server else os.environ["SKED_TEST_KUBECONFIG"]
-        self.api = connect(self.path)
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config = os.environ["SKED_TEST_KUBECONFIG"]
+        self.api = connect(self.config)
         self.resources = BUILT_IN | {"schedexts": resource_of(THE_CRD)}
         self.namespaces = []
+        for obj in installed():
+            try:
+                self.create(obj)
+            except Refusal:  # it is there
+                self.patch(self.kind_of(obj).plural, *sked.key_of(obj), obj)
+        established = '.status.conditions[?(@.type=="Established")].status'
+        eventually(lambda: dig(self.get(*CRD), established), "True")
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
         path, _, query = path.partition("?")
@@ -1277,34 +1287,21 @@ class Cluster(Client):
             raise Refusal(error.status, str(error)) from None
 
     def namespace(self) -> str:
-        """A new namespace, deleted after the test."""
+        """A new namespace, deleted after all tests."""
         self.namespaces.append(f"sked-test-{uuid.uuid4().hex[:8]}")
         labels = {"pod-security.kubernetes.io/enforce": "privileged"}
         meta = {"name": self.namespaces[-1], "labels": labels}
         self.create({"apiVersion": "v1", "kind": "Namespace", "metadata": meta})
         return self.namespaces[-1]
 
-    def install(self) -> None:
-        """Applies install.yaml to a real cluster."""
-        for obj in installed():
-            try:
-                self.create(obj)
-            except Refusal:  # it is there
-                self.patch(self.kind_of(obj).plural, *sked.key_of(obj), obj)
-        established = '.status.conditions[?(@.type=="Established")].status'
-        eventually(lambda: dig(self.get(*CRD), established), "True")
-
-    def operator_kubeconfig(self, folder: Path) -> Path:
+    def kubeconfig(self) -> Path:
         """A kubeconfig with the permissions of the operator's service account."""
-        if self.server:
-            return self.server.kubeconfig("sked")
-        self.install()
         account = ("sked-system", "sked-controller-manager", "token")
         token = self.call("POST", BUILT_IN["serviceaccounts"].path(*account), {"spec": {}})
-        kubeconfig = yaml.safe_load(Path(self.path).read_text())
+        kubeconfig = yaml.safe_load(Path(self.config).read_text())
         for user in kubeconfig["users"]:
             user["user"] = {"token": token["status"]["token"]}
-        path = folder / "sked.kubeconfig"
+        path = self.folder / "sked.kubeconfig"
         path.write_text(yaml.safe_dump(kubeconfig))
         return path
 
@@ -1353,29 +1350,21 @@ def same_signals() -> Iterator[None]:
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    """A new cluster for each test, or the real one that $SKED_TEST_KUBECONFIG names."""
+def server() -> Iterator[ApiServer]:
+    with ApiServer() as server:
+        server.set_default("minReadySeconds", 0)  # tests do not wait for ten seconds
+        yield server
+        assert server.bugs == set(), "see the log of the stand-in"
+
+
+@pytest.fixture(scope="session")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
     if "SKED_TEST_KUBECONFIG" not in os.environ:
-        with ApiServer() as server:
-            server.set_default("minReadySeconds", 0)  # tests do not wait for ten seconds
-            yield Cluster(server)
-            assert server.bugs == set(), "see the log of the stand-in"
-        return
-    cluster = Cluster()
+        pytest.skip("only a real cluster shows this: set $SKED_TEST_KUBECONFIG")
+    cluster = RealCluster(tmp_path_factory.mktemp("real"))
     yield cluster
-    for obj in cluster.list("schedexts"):  # else those of the next test conflict with them
-        if obj["metadata"]["namespace"] in cluster.namespaces:
-            cluster.delete("schedexts", obj["metadata"]["namespace"], obj["metadata"]["name"])
     for name in cluster.namespaces:
         cluster.delete("namespaces", "", name)
-
-
-@pytest.fixture
-def server(cluster: Cluster) -> ApiServer:
-    """For tests that control the API server or the nodes."""
-    if not cluster.server:
-        pytest.skip("not possible on a real cluster")
-    return cluster.server
 
 
 @pytest.fixture
@@ -1390,11 +1379,6 @@ def fleet(world: World, kubelets: Kubelets) -> Kubelets:
         kubelets.add_node(node, pool=node)
     world.deploy("AllReady")
     return kubelets
-
-
-@pytest.fixture
-def ns(cluster: Cluster) -> str:
-    return cluster.namespace()
 
 
 HURRY = {
@@ -1545,9 +1529,8 @@ def daemonset(name: str, namespace: str, owner_uid: str = "") -> dict:
     }
 
 
-def unlabelled_daemonset(name: str, namespace: str) -> dict:
-    """One that is not sked's."""
-    return merge(daemonset(name, namespace), {"metadata": {"labels": None}})
+def unlabelled_daemonset(*args: str) -> dict:
+    return merge(daemonset(*args), {"metadata": {"labels": None}})
 
 
 def ready_on(total: int) -> dict:
@@ -1624,10 +1607,10 @@ def passes() -> float:
 class World:
     """SchedExts and a sked that reconciles them. The default name is x."""
 
-    def __init__(self, cluster: Cluster, kubeconfig: Path, patch: pytest.MonkeyPatch) -> None:
-        self.api = cluster.server or cluster
-        self.ns = "default" if cluster.server else cluster.namespace()
-        self.kubeconfig = kubeconfig
+    def __init__(self, api: ApiServer | RealCluster, patch: pytest.MonkeyPatch) -> None:
+        self.api = api
+        self.ns = api.namespace()
+        self.kubeconfig = api.kubeconfig()
         self.set = functools.partial(patch.setattr, sked)
         self.operator = None
 
@@ -1732,11 +1715,9 @@ class World:
 
 
 @pytest.fixture
-def world(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: Any
-) -> Iterator[World]:
+def world(request: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> Iterator[World]:
     hurry(monkeypatch)
-    world = World(cluster, cluster.operator_kubeconfig(tmp_path), monkeypatch)
+    world = World(request.getfixturevalue(getattr(request, "param", "server")), monkeypatch)
     yield world
     world.stop()
     assert [record.getMessage() for record in caplog.get_records("call") if record.exc_info] == []
@@ -3514,6 +3495,7 @@ def test_the_end_of_faults_is_logged_once_when_the_last_one_is_over(caplog):
 # ---------------------------------------------------------------- reconcile: create or patch
 
 
+@pytest.mark.parametrize("world", ["server", "real"], indirect=True)
 def test_the_daemonset_follows_its_schedext_from_creation_to_deletion(world, caplog):
     caplog.set_level("INFO")
     world.start()
@@ -3527,6 +3509,17 @@ def test_the_daemonset_follows_its_schedext_from_creation_to_deletion(world, cap
     world.remove()
     eventually(world.made, nothing)
     eventually(lambda: caplog.messages, contains(f"{world.ns}/x: deleted"))
+
+
+@pytest.mark.parametrize("world", ["real"], indirect=True)
+def test_every_field_is_written_once_and_an_edit_is_undone(world):
+    world.deploy("Suspended", **ALL_FIELDS)
+    before = world.made()
+    assert (before["metadata"]["generation"], world.is_stamped()) == (1, True)
+    world.drift(in_template(hostPID=None, tolerations=None))
+    eventually(lambda: world.made()["spec"], before["spec"])
+    eventually(world.is_stamped)
+    assert world.made()["metadata"]["generation"] == 3
 
 
 def test_a_daemonset_without_a_stamp_is_taken_over_and_restarts_nobody(world, server, kubelets):
@@ -3655,12 +3648,12 @@ def test_a_new_schedext_takes_two_writes_without_field_validation(world, server)
     assert {r.query.get("fieldValidation") for r in server.writes()} == {"Ignore"}
 
 
-def test_sked_can_be_limited_to_one_namespace(server, operate, ns):
+def test_sked_can_be_limited_to_one_namespace(server, operate):
     server.create(schedext("out"))
-    server.create(schedext("in", namespace=ns))
-    operate(f"--namespace={ns}")
-    eventually(lambda: dig(server.get("schedexts", ns, "in"), READY))
-    assert {r.namespace for r in server.requests if r.user == "sked"} == {ns}
+    server.create(schedext("in", namespace="tools"))
+    operate("--namespace=tools")
+    eventually(lambda: dig(server.get("schedexts", "tools", "in"), READY))
+    assert {r.namespace for r in server.requests if r.user == "sked"} == {"tools"}
 
 
 def cut_off(server: ApiServer, plural: str) -> Fault:
@@ -4205,22 +4198,20 @@ def test_of_two_schedexts_for_the_same_nodes_the_younger_waits_and_takes_over(wo
     eventually(lambda: events_of(server), [("Normal", "y", "AllReady"), conflict])
 
 
-def test_adding_changing_and_removing_a_pool_restarts_no_pod_on_other_nodes(
-    world, server, fleet, ns
-):
+def test_adding_changing_and_removing_a_pool_restarts_no_pod_on_other_nodes(world, server, fleet):
     first = uids(fleet)
 
     def placed():
-        return "".join(sorted(fleet.pods("x"))), "".join(fleet.pods("pool", ns))
+        return "".join(sorted(fleet.pods("x"))), "".join(fleet.pods("pool", "tools"))
 
-    server.create(schedext("pool", LAVD, ns, nodeSelector=A))
+    server.create(schedext("pool", LAVD, "tools", nodeSelector=A))
     eventually(placed, ("bc", "a"))
-    server.patch("schedexts", ns, "pool", {"spec": {"nodeSelector": B}})
+    server.patch("schedexts", "tools", "pool", {"spec": {"nodeSelector": B}})
     eventually(placed, ("ac", "b"))
     eventually(world.nodes, ready_on(2))
     world.expect("AllReady")
     assert world.restart() == []
-    server.delete("schedexts", ns, "pool")
+    server.delete("schedexts", "tools", "pool")
     eventually(placed, ("abc", ""))
     eventually(world.nodes, ready_on(3))
     assert uids(fleet)["c"] == first["c"]
@@ -4881,6 +4872,7 @@ def test_a_problem_is_one_line_on_stderr_and_exit_code_1(flags, problem):
 # ---------------------------------------------------------------- install.yaml: the CRD
 
 DIGEST = "sha256:" + "0123456789abcdef" * 4
+PINNED = f"registry.example.com/scx_rusty@{DIGEST}"
 # Values of each field that are accepted, and refused with a message that has these words.
 ACCEPTED = yaml.safe_load("""
 sched: [scx_rusty, "localhost:5000/a/b:v1", "Registry.Example.com:5000/team/scx:1.2.3",
@@ -5009,29 +5001,19 @@ def test_every_validation_rule_has_an_example_that_it_refuses():
 
 
 @pytest.fixture(scope="module")
-def crd() -> Iterator[Cluster]:
-    """A cluster that has the CRD, for tests that store nothing."""
+def crd(request: Any) -> Iterator[ApiServer | RealCluster]:
+    """What has the CRD, for tests that store nothing: a real cluster if there is one."""
     if "SKED_TEST_KUBECONFIG" in os.environ:
-        cluster = Cluster()
-        cluster.install()
-        yield cluster
+        yield request.getfixturevalue("real")
         return
     with ApiServer() as server:
-        yield Cluster(server)
+        yield server
 
 
-@pytest.fixture
-def real(crd: Cluster) -> Cluster:
-    """For what only a real API server can show."""
-    if crd.server:
-        pytest.skip("only a real API server evaluates rules in CEL")
-    return crd
-
-
-def dry_run(cluster: Cluster, obj: dict) -> dict:
+def dry_run(api: ApiServer | RealCluster, obj: dict) -> dict:
     """The object as the API server would store it."""
-    path = cluster.kind_of(obj).path("default")
-    return cluster.call("POST", f"{path}?dryRun=All&fieldValidation=Strict", obj)
+    path = api.kind_of(obj).path("default")
+    return api.call("POST", f"{path}?dryRun=All&fieldValidation=Strict", obj)
 
 
 def specs(values: dict[str, list]) -> list[dict]:
@@ -5053,7 +5035,7 @@ ROWS = [(words, spec) for words in REFUSED for spec in specs(REFUSED[words])]
 
 @pytest.mark.parametrize("words, spec", ROWS, ids=start_of)
 def test_an_invalid_schedext_is_refused_with_a_helpful_message(crd, words, spec):
-    if crd.server and any(words in text for text in CEL_MESSAGES):
+    if isinstance(crd, ApiServer) and any(words in text for text in CEL_MESSAGES):
         pytest.skip("a rule in CEL, which only a real API server evaluates")
     with pytest.raises(Refusal, match=re.escape(words)):
         dry_run(crd, schedext("scx", **spec))
@@ -5122,44 +5104,6 @@ def test_the_policy_holds_for_the_operators_service_account_only():
     user = f"system:serviceaccount:{namespace}:{pod_spec(deployment)['serviceAccountName']}"
     (condition,) = policy["spec"]["matchConditions"]
     assert condition["expression"] == f"request.userInfo.username == '{user}'"
-
-
-def test_the_api_server_lets_sked_write_no_daemonset_but_its_own(real, tmp_path):
-    api = connect(real.operator_kubeconfig(tmp_path))
-    namespace = real.namespace()
-    path = BUILT_IN["daemonsets"].path(namespace)
-    foreign = unlabelled_daemonset("foreign", namespace)
-    real.create(foreign)
-    owner = real.create(schedext("own", namespace=namespace, nodeSelector={"none": "x"}))
-    own = daemonset("own", namespace, owner["metadata"]["uid"])
-
-    def answer(method: str, name: str, body: dict) -> str:
-        try:
-            api.request(method, f"{path}/{name}".rstrip("/"), body)
-            return "accepted"
-        except sked.ApiError as error:
-            return f"{error.status}: {error}"
-
-    def patch(name: str, value: str | None = None) -> str:
-        meta = {"annotations": {"try": uuid.uuid4().hex}}
-        meta |= {"labels": {"managed-by": value}} if value else {}
-        return answer("PATCH", name, {"metadata": meta})
-
-    # A new policy takes a few seconds to hold.
-    eventually(lambda: patch("foreign"), contains("sked changes only its own DaemonSets"))
-    assert "sked changes only its own" in patch("foreign", "sked-controller")
-    assert "sked deletes no DaemonSets" in answer("DELETE", "foreign", {})
-    new = merge(foreign, {"metadata": {"name": "new"}})
-    assert "must have the label managed-by" in answer("POST", "", new)
-    labelled = daemonset("new", namespace)
-    assert "must have a SchedExt as its controller" in answer("POST", "", labelled)
-
-    assert answer("POST", "", own) == "accepted"
-    assert patch("own") == "accepted"
-    assert "must have the label managed-by" in patch("own", "somebody")
-    assert "sked deletes no DaemonSets" in answer("DELETE", "own", {})
-    real.patch("daemonsets", namespace, "own", {"metadata": {"labels": None}})
-    assert patch("own", "sked-controller") == "accepted"  # a lost label is put back
 
 
 # ---------------------------------------------------------------- README.md and the image
@@ -5253,39 +5197,81 @@ def test_the_readmes_own_program_says_what_it_watches_and_makes_a_daemonset(serv
     assert line.endswith(f" watches SchedExts at http://127.0.0.1:{server.port}\n")
 
 
-def test_the_readmes_policy_refuses_new_images_but_never_the_off_switch(real):
+@pytest.fixture(scope="module")
+def attempt(real: RealCluster) -> Iterator[Callable[..., str]]:
+    """What the API server says to a dry run in a namespace where both policies hold."""
+    ns = real.namespace()
+    for name, image, make in (
+        ("own", RUSTY, daemonset),
+        ("off", RUSTY, unlabelled_daemonset),
+        ("pinned", PINNED, daemonset),
+    ):
+        obj = schedext(name, image, ns, suspend=name == "off", nodeSelector={"no": "where"})
+        real.create(make(name, ns, real.create(obj)["metadata"]["uid"]))
+    real.create(unlabelled_daemonset("foreign", ns))
     (block,) = [block for block in blocks("yaml") if "ValidatingAdmissionPolicy" in block]
     policy, binding = yaml.safe_load_all(block)
-    namespace = real.namespace()
-    real.create(schedext("x", RUSTY, namespace))
-    policy["metadata"]["name"] = binding["metadata"]["name"] = namespace
-    binding["spec"]["policyName"] = policy["metadata"]["name"]
-    own = {"matchLabels": {"kubernetes.io/metadata.name": namespace}}  # leave other tests alone
-    policy["spec"]["matchConstraints"]["namespaceSelector"] = own
+    policy["metadata"]["name"] = binding["metadata"]["name"] = ns
+    binding["spec"]["policyName"] = ns
+    here = {"matchLabels": {"kubernetes.io/metadata.name": ns}}  # leave other tests alone
+    policy["spec"]["matchConstraints"]["namespaceSelector"] = here
+    real.create(policy)
+    real.create(binding)
+    clients = {"sked": connect(real.kubeconfig()), "user": real.api}
 
-    def change(**spec: Any) -> str:
+    def said(who: str, method: str, plural: str, name: str, body: dict) -> str:
+        if method == "POST":
+            make = daemonset if plural == "daemonsets" else schedext
+            body, name = merge(make(name, namespace=ns), body), ""
         try:
-            real.patch("schedexts", namespace, "x", {"spec": spec})
-        except Refusal as refusal:
-            return str(refusal)
+            path = real.resources[plural].path(ns, name)
+            clients[who].request(method, path, body, dryRun="All")
+        except sked.ApiError as error:
+            return str(error)
         return "accepted"
 
-    try:
-        real.create(policy)
-        real.create(binding)
-        # It takes a few seconds to hold, and until then each try needs an image that is new.
-        eventually(lambda: change(sched=f"{LAVD}-{uuid.uuid4().hex}"), contains("pinned by digest"))
-        with pytest.raises(Refusal, match="pinned by digest"):
-            real.create(schedext("y", RUSTY, namespace))
-        assert change(suspend=True) == "accepted"
-        assert change(suspend=False) == "accepted"
-        assert "pinned by digest" in change(probeImage="busybox:stable")
-        assert change(sched=f"registry.example.com/scx_rusty@{DIGEST}") == "accepted"
-        assert "pinned by digest" in change(sched=RUSTY)
-    finally:
-        for plural in ("validatingadmissionpolicies", "validatingadmissionpolicybindings"):
-            real.delete(plural, "", namespace)
-        real.delete("namespaces", "", namespace)
+    for first in (("sked", "DELETE", "daemonsets"), ("user", "POST", "schedexts")):
+        # a new policy takes a few seconds to hold
+        eventually(lambda first=first: said(*first, "foreign", {}), contains("denied request"))
+    yield said
+    for plural in ("validatingadmissionpolicies", "validatingadmissionpolicybindings"):
+        real.delete(plural, "", ns)
+
+
+@cases(
+    "who, method, plural, name, body, words",
+    """
+    an edit of a foreign DaemonSet: [sked, PATCH, daemonsets, foreign,
+      &edit {metadata: {annotations: {a: b}}}, sked changes only its own DaemonSets]
+    our label on a foreign DaemonSet: [sked, PATCH, daemonsets, foreign,
+      &label {metadata: {labels: {managed-by: sked-controller}}}, sked changes only its own]
+    deleting a foreign DaemonSet:
+      [sked, DELETE, daemonsets, foreign, {}, sked deletes no DaemonSets]
+    deleting its own: [sked, DELETE, daemonsets, own, {}, sked deletes no DaemonSets]
+    one without the label:
+      [sked, POST, daemonsets, new, {metadata: {labels: null}}, must have the label managed-by]
+    one without an owner:
+      [sked, POST, daemonsets, new, {}, must have a SchedExt as its controller]
+    one of its own: [sked, POST, daemonsets, new, {metadata: {ownerReferences: [
+      {apiVersion: sked.schedkit.io/v1, kind: SchedExt, name: new, uid: u, controller: true}]}},
+      accepted]
+    an edit of its own: [sked, PATCH, daemonsets, own, *edit, accepted]
+    another label on its own: [sked, PATCH, daemonsets, own,
+      {metadata: {labels: {managed-by: somebody}}}, must have the label managed-by]
+    a lost label put back: [sked, PATCH, daemonsets, "off", *label, accepted]
+    a new SchedExt with a tag: [user, POST, schedexts, new, {}, pinned by digest]
+    another tag: [user, PATCH, schedexts, own, {spec: {sched: scx}}, pinned by digest]
+    a tag in place of a digest: [user, PATCH, schedexts, pinned, {spec: {sched: scx}}, pinned by]
+    a probe with a tag: [user, PATCH, schedexts, pinned, {spec: {probeImage: sh}}, pinned by]
+    a digest in place of a tag: [user, PATCH, schedexts, own, {spec: {sched: PINNED}}, accepted]
+    switched off with a tag: [user, PATCH, schedexts, own, {spec: {suspend: true}}, accepted]
+    switched on with a tag: [user, PATCH, schedexts, "off", {spec: {suspend: false}}, accepted]
+    """.replace("PINNED", PINNED),
+)
+def test_the_policies_of_install_yaml_and_the_readme_refuse_what_they_should_and_no_more(
+    attempt, who, method, plural, name, body, words
+):
+    assert words in attempt(who, method, plural, name, body)
 
 
 def test_every_flag_in_the_readme_exists(capsys):
