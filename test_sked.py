@@ -58,6 +58,8 @@ import yaml
 
 import sked
 
+pytestmark = pytest.mark.filterwarnings("ignore:Unverified HTTPS request")
+
 HERE = Path(__file__).resolve().parent
 RUSTY = "ghcr.io/schedkit/scx_rusty:latest"
 LAVD = "ghcr.io/schedkit/scx_lavd:latest"
@@ -139,8 +141,7 @@ def installed_one(kind: str) -> dict:
     return found
 
 
-THE_CRD = installed_one("CustomResourceDefinition")
-CRD = ("customresourcedefinitions", "", THE_CRD["metadata"]["name"])
+SCHEMA = dig(installed_one("CustomResourceDefinition"), ".spec.versions[0].schema.openAPIV3Schema")
 
 
 def installed() -> list[dict]:
@@ -220,11 +221,9 @@ BUILT_IN = {
 }
 
 
-def resource_of(crd: dict) -> Resource:
-    """The resource that a CustomResourceDefinition defines."""
-    spec = crd["spec"]
-    schema = spec["versions"][0]["schema"]["openAPIV3Schema"]
-    return Resource(spec["names"]["plural"], spec["names"]["kind"], spec["group"], schema=schema)
+def schedexts() -> Resource:
+    """The resource that the CRD defines, with a schema that may be changed."""
+    return Resource("schedexts", "SchedExt", "sked.schedkit.io", schema=copy(SCHEMA))
 
 
 # ---------------------------------------------------------------- the CRD's schema
@@ -480,20 +479,18 @@ class ApiServer(Client, contextlib.AbstractContextManager):
     def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         self.tls = tls
         self.port = 0
+        self.resources = BUILT_IN | {"schedexts": schedexts()}
         self.changed = threading.Condition(threading.RLock())  # guards everything below
         self.objects = collections.defaultdict(dict)  # by resource, then by namespace and name
         self.log = collections.defaultdict(list)  # of Changes, by resource
         self.version = 1000
-        self.oldest = 1000  # a watch can start at this version or later
         self.epoch = 0  # a watch ends with its epoch
-        self.pages = {}  # remaining pages of lists, by continue token
         self.requests = []
         self.bugs = set()  # exceptions that a thread has survived
         self.faults = []
         self.connections = set()
         self.tokens = {user: user for user in ("admin", "other", "sked", "nobody")}
         self.webhook = None  # takes a Request and an object; returns the object to store
-        self.validate = True  # False: as if the CRD had no schema
         self.bookmark_seconds = 60.0
         self.stopping = threading.Event()
         self.thawed = threading.Event()
@@ -505,11 +502,6 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         self.requests.clear()
         self.start_listening()
         self.keep_doing(self.collect_garbage)
-
-    @property
-    def resources(self) -> dict[str, Resource]:
-        custom = map(resource_of, self.objects["customresourcedefinitions"].values())
-        return BUILT_IN | {resource.plural: resource for resource in custom}
 
     def __exit__(self, *_: object) -> None:
         self.stopping.set()
@@ -601,10 +593,6 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         self.port = self.http.server_address[1]
         threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
 
-    def compact(self) -> None:
-        """Forgets the past: new watches from older versions get 410."""
-        self.oldest = self.version
-
     # -- for tests: as admin, without HTTP
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
@@ -621,10 +609,8 @@ class ApiServer(Client, contextlib.AbstractContextManager):
 
     def set_default(self, field: str, value: Any) -> None:
         """Changes the CRD: a field of a new SchedExt's spec gets this default."""
-        crd = self.get(*CRD)
-        schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
-        schema["properties"]["spec"]["properties"][field]["default"] = value
-        self.call("PUT", self.resources[CRD[0]].path("", CRD[2]), crd)
+        spec = self.resources["schedexts"].schema["properties"]["spec"]
+        spec["properties"][field]["default"] = value
 
     # -- who may do what
 
@@ -724,26 +710,15 @@ class ApiServer(Client, contextlib.AbstractContextManager):
 
     def do_list(self, request: Request) -> dict:
         stored = sorted(self.objects[request.resource].items())
-        found = [obj for _, obj in stored if self.concerns(request, obj)]
-        page = (self.version, found)
-        version, items = self.pages.get(request.query.get("continue"), page)
-        metadata = {"resourceVersion": str(version)}
-        limit = int(request.query.get("limit", 0))
-        if 0 < limit < len(items):
-            metadata["continue"] = uuid.uuid4().hex
-            self.pages[metadata["continue"]] = (version, items[limit:])
-            items = items[:limit]
+        items = [obj for _, obj in stored if self.concerns(request, obj)]
         if not request.kind.schema:  # in lists, only custom resources have a kind
             bare = ("kind", "apiVersion")
             items = [{k: v for k, v in obj.items() if k not in bare} for obj in items]
         of = {"kind": f"{request.kind.kind}List", "apiVersion": request.kind.api_version}
-        return of | {"metadata": metadata, "items": items}
+        return of | {"metadata": {"resourceVersion": str(self.version)}, "items": items}
 
     def do_watch(self, request: Request) -> Iterator[dict]:
         version = int(request.query["resourceVersion"])
-        if version < self.oldest:
-            refusal = Refusal(410, f"too old resource version: {version}")
-            return iter([{"type": "ERROR", "object": refusal.status}])
         seconds = float(request.query["timeoutSeconds"])
         return self.follow(request, version, self.epoch, seconds)
 
@@ -837,7 +812,7 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         if self.webhook:
             obj = self.webhook(request, obj)
         obj = {"apiVersion": kind.api_version, "kind": kind.kind} | obj
-        if kind.schema and self.validate:
+        if kind.schema:
             causes: list[str] = []
             obj = check(kind.schema, obj, "", causes)
             if causes:
@@ -873,9 +848,6 @@ class ApiServer(Client, contextlib.AbstractContextManager):
 
     def do_delete(self, request: Request, options: dict) -> dict:
         obj = self.find(request)
-        if request.resource == CRD[0]:
-            for custom in list(self.objects[resource_of(obj).plural].values()):
-                self.drop(custom)
         self.remove(obj, options.get("propagationPolicy") == "Foreground")
         return obj
 
@@ -1269,7 +1241,7 @@ class RealCluster(Client):
         self.folder = folder
         self.config = os.environ["SKED_TEST_KUBECONFIG"]
         self.api = connect(self.config)
-        self.resources = BUILT_IN | {"schedexts": resource_of(THE_CRD)}
+        self.resources = BUILT_IN | {"schedexts": schedexts()}
         self.namespaces = []
         for obj in installed():
             try:
@@ -1277,7 +1249,8 @@ class RealCluster(Client):
             except Refusal:  # it is there
                 self.patch(self.kind_of(obj).plural, *sked.key_of(obj), obj)
         established = '.status.conditions[?(@.type=="Established")].status'
-        eventually(lambda: dig(self.get(*CRD), established), "True")
+        crd = ("customresourcedefinitions", "", "schedexts.sked.schedkit.io")
+        eventually(lambda: dig(self.get(*crd), established), "True")
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
         path, _, query = path.partition("?")
@@ -1311,14 +1284,15 @@ def connect(kubeconfig: Path | str | None) -> sked.Api:
     return sked.Api(functools.partial(sked.load_configuration, path, None))
 
 
-class OperatorProcess(contextlib.AbstractContextManager):
-    """sked.py in a process of its own."""
+class OperatorProcess:
+    """sked.py in a process of its own; a hasty one has shorter times."""
 
-    def __init__(self, kubeconfig: Path, *args: str, program: Iterable[str] = ("sked.py",)) -> None:
+    def __init__(self, kubeconfig: Path, flags: Iterable[str], is_hasty: bool) -> None:
         self.port = free_port()  # of its health endpoint
         self.log = kubeconfig.with_name(f"{uuid.uuid4()}.log")
-        flags = [f"--kubeconfig={kubeconfig}", f"--health-probe-bind-address=127.0.0.1:{self.port}"]
-        command = [sys.executable, *program, *flags, *args]
+        command = [sys.executable, *(("-c", HASTY) if is_hasty else ("sked.py",)), *flags]
+        command += [f"--kubeconfig={kubeconfig}"]
+        command += [f"--health-probe-bind-address=127.0.0.1:{self.port}"]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, cwd=HERE, stdout=log, stderr=log)
 
@@ -1327,11 +1301,6 @@ class OperatorProcess(contextlib.AbstractContextManager):
         """Its log so far."""
         return self.log.read_text().splitlines(keepends=True)
 
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
-        print(self.log.read_text())  # pytest shows it if the test fails
-
     def stop(self, sent: int = signal.SIGTERM) -> int:
         """Sends a signal and returns the exit code."""
         self.process.send_signal(sent)
@@ -1339,14 +1308,6 @@ class OperatorProcess(contextlib.AbstractContextManager):
 
 
 # ---------------------------------------------------------------- fixtures
-
-
-@pytest.fixture(autouse=True)
-def same_signals() -> Iterator[None]:
-    """Unblocks what sked.main blocks: Ctrl-C for pytest, and for processes of later tests."""
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    yield
-    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 @pytest.fixture
@@ -1418,50 +1379,19 @@ def haste(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def operate(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]:
-    """Runs sked's main in a thread of this process.
+def launch(server: ApiServer) -> Iterator[Callable[..., OperatorProcess]]:
+    """Starts an OperatorProcess with these flags, as this user of the server."""
+    started = []
 
-    Returns its health and metrics ports. After the test it gets its signal and must exit with 0.
-    """
-    signalled = threading.Event()
-    codes, threads = [], []
-    server.bookmark_seconds = 0.3
-    monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig("sked")))
-    monkeypatch.setattr(signal, "pthread_sigmask", lambda how, signals: None)
-    monkeypatch.setattr(signal, "sigwait", lambda signals: signalled.wait())
+    def start(*flags: str, user: str = "sked", is_hasty: bool = False) -> OperatorProcess:
+        started.append(OperatorProcess(server.kubeconfig(user), flags, is_hasty))
+        return started[-1]
 
-    def begin(*flags: str) -> tuple[int, int]:
-        hurry(monkeypatch)
-        ports = (free_port(), free_port())
-        argv = [
-            f"--health-probe-bind-address=127.0.0.1:{ports[0]}",
-            f"--metrics-bind-address=127.0.0.1:{ports[1]}",
-            "--metrics-secure=false",
-            *flags,
-        ]
-        threads.append(threading.Thread(target=lambda: codes.append(sked.main(argv))))
-        threads[-1].start()
-        eventually(lambda: all(map(listens, ports)))
-        return ports
-
-    yield begin
-    signalled.set()
-    for thread in threads:
-        thread.join(60)
-    assert codes == [None] * len(threads)
-
-
-@pytest.fixture
-def replica(server: ApiServer) -> Iterator[Callable]:
-    """Starts hasty processes of sked that compete for the lease in a namespace."""
-    with contextlib.ExitStack() as stack:
-
-        def begin(namespace: str, user: str = "other") -> OperatorProcess:
-            flags = ("--leader-elect", f"--leader-election-namespace={namespace}")
-            process = OperatorProcess(server.kubeconfig(user), *flags, program=("-c", HASTY))
-            return stack.enter_context(process)
-
-        yield begin
+    yield start
+    for one in started:
+        one.process.kill()
+        one.process.wait()
+        print(one.log.read_text())  # pytest shows it if the test fails
 
 
 @pytest.fixture
@@ -1614,11 +1544,23 @@ class World:
         self.set = functools.partial(patch.setattr, sked)
         self.operator = None
 
-    def start(self) -> None:
+    def begin(self) -> None:
         """Starts sked in this process, with the permissions of its service account."""
         self.operator = sked.Operator(connect(self.kubeconfig))
         threading.Thread(target=self.operator.run, daemon=True).start()
+
+    def start(self) -> None:
+        """Starts sked and waits until its caches are filled."""
+        self.begin()
         eventually(self.operator.is_ready)
+
+    def serve(self, *flags: str) -> tuple[int, int]:
+        """Starts sked's HTTP servers; returns the ports of health and metrics."""
+        ports = free_port(), free_port()
+        kinds = zip(("health-probe", "metrics"), ports, strict=True)
+        argv = [f"--{kind}-bind-address=127.0.0.1:{port}" for kind, port in kinds]
+        sked.serve(sked.parse(argv + list(flags)), self.operator)
+        return ports
 
     def deploy(self, reason: str = "RollingOut", **spec: Any) -> dict:
         """Starts sked, adds x and waits until its status gives this reason."""
@@ -3050,7 +2992,6 @@ def secure() -> Iterator[ApiServer]:
         yield server
 
 
-@pytest.mark.filterwarnings("ignore:Unverified HTTPS request")
 @cases(
     "host, cluster, words",
     """
@@ -3207,25 +3148,21 @@ TROUBLE = {  # how it begins and ends, and what is logged
 
 @pytest.mark.parametrize("trouble", TROUBLE)
 def test_an_api_server_problem_is_logged_once_and_waited_out(
-    server, operate, caplog, trouble, request
+    world, server, caplog, trouble, request
 ):
     begin, end, lines = TROUBLE[trouble]
     caplog.set_level(logging.INFO)
     if trouble == "silent":
         request.getfixturevalue("haste")
     begin(server)
-    _, port = operate()
-    hello = "sked {} watches SchedExts in all namespaces at http://127.0.0.1:{}"
-    eventually(
-        lambda: sum(n for name, n in metrics_at(port).items() if "requests" in name), at_least(9)
-    )
+    world.begin()
+    eventually(lambda: sum(sked.METRICS.copy().values()), at_least(9))
     logged = sorted(caplog.messages)
-    logged.remove(hello.format(sked.__version__, server.port))
     assert len(logged) == len(lines)
     assert all(words in line for words, line in zip(lines, logged))
     end(server)
-    server.create(schedext("late"))
-    eventually(lambda: images(server), {"late": RUSTY})
+    world.add()
+    eventually(world.made)
     eventually(lambda: caplog.messages.count(ENDED), 1)
     assert sum(record.levelno > logging.INFO for record in caplog.records) == len(logged)
 
@@ -3240,10 +3177,11 @@ FAULTS = {  # how often each request is hit
 
 
 @pytest.mark.parametrize("action", ["lose", "truncate", "garbage", "hang", "stall", "error"])
-def test_no_change_is_missed_after_a_fault(world, server, operate, haste, caplog, action):
+def test_no_change_is_missed_after_a_fault(world, server, haste, caplog, action):
     for name in ("missing", "edited", "deleted"):
         world.add(name)
-    operate()
+    server.bookmark_seconds = 0.3
+    world.start()
     eventually(lambda: len(images(server)), 3)
     server.stop_listening()
     world.add("new")
@@ -3258,36 +3196,16 @@ def test_no_change_is_missed_after_a_fault(world, server, operate, haste, caplog
     assert "unexpected error" not in caplog.text
 
 
-def test_lists_are_paged_and_start_over_when_a_page_expires(server, operate, monkeypatch):
-    monkeypatch.setattr(sked, "PAGE_ITEMS", 7)
-    names = [f"scx-{n}" for n in range(30)]
-    for name in names:
-        server.create(schedext(name))
-    gone = server.fault("GET", "schedexts.*continue=", status=410)
-    operate()
-    eventually(lambda: images(server), dict.fromkeys(names, RUSTY))
-    asked = [(r.user, r.what, r.query.get("limit")) for r in server.requests]
-    assert (gone.hits, asked.count(("sked", "schedexts", "7"))) == (1, 2 + 5)
-
-
-def test_sked_lists_again_after_a_compaction(world, server, operate, caplog):
-    operate()
-    server.bookmark_seconds = 60
-    world.add()
-    world.expect("RollingOut")
-    with server.changed:
-        server.create(daemonset("other", "default"))
-        server.compact()
-        server.end_watches()
-    eventually(lambda: [r.verb for r in server.requests if r.what == "schedexts"][-1], "watch")
-    world.add("new")
-    eventually(lambda: world.made("new"))
-    assert "too old" not in caplog.text  # this is no fault
-
-
-PAGE = {"metadata": {"resourceVersion": "1"}}
 BOOKMARK = {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "2"}}}
-CUT_OFF = {"type": "ERROR", "object": {"code": 500, "message": "lost"}}
+CUT_OFF, GONE, NO_CRD = [
+    {"type": "ERROR", "object": {"code": code, "message": "an error"}} for code in (500, 410, 404)
+]
+
+
+def page(*names: str, more: str = "") -> dict:
+    """A page of a list of pods with these names."""
+    items = [merge(kubelet_pod({}), {"metadata": {"name": name}}) for name in names]
+    return {"metadata": {"resourceVersion": "1", "continue": more}, "items": items}
 
 
 def test_a_quiet_watch_resumes_without_a_new_list(world, server):
@@ -3298,8 +3216,10 @@ def test_a_quiet_watch_resumes_without_a_new_list(world, server):
     eventually(lambda: [d for d in server.deeds() if d.endswith(" schedexts")][:3], resumed)
 
 
-def reflect(mocker: Any, lists: list, watch: list[dict], seconds: float) -> tuple[Any, list[float]]:
-    """The API of a reflector that gets these lists and watches like this one, and its pauses."""
+def reflect(
+    mocker: Any, lists: list, watch: list[dict], seconds: float = 50
+) -> tuple[sked.Pods, list[float]]:
+    """A reflector that gets these answers to lists, and watches like this one; and its pauses."""
     operator = mocker.MagicMock()
     clock = mocker.patch.object(sked, "monotonic", return_value=0.0)
 
@@ -3310,28 +3230,53 @@ def reflect(mocker: Any, lists: list, watch: list[dict], seconds: float) -> tupl
     operator.stop.is_set.side_effect = [False] * len(lists) + [True]
     operator.api.request.side_effect = lists
     operator.api.watch.side_effect = follow
-    sked.Pods(operator, "").run()
-    return operator.api, [call.args[0] for call in operator.stop.wait.call_args_list]
+    pods = sked.Pods(operator, "")
+    pods.run()
+    return pods, [call.args[0] for call in operator.stop.wait.call_args_list]
 
 
 @pytest.mark.parametrize(
-    "watch, versions",
+    "watch, versions, is_fault",
     [
-        pytest.param([BOOKMARK], "122", id="resumed after its last event"),
-        pytest.param([], "111", id="silent: the server may have been restored from a backup"),
-        pytest.param([BOOKMARK, CUT_OFF], "111", id="failed"),
+        pytest.param([BOOKMARK], "122", False, id="resumed after its last event"),
+        pytest.param([], "111", False, id="silent: the server may have been restored from backup"),
+        pytest.param([BOOKMARK, CUT_OFF], "111", True, id="failed"),
+        pytest.param([BOOKMARK, GONE], "111", False, id="its version is too old"),
+        pytest.param([BOOKMARK, NO_CRD], "111", False, id="the CRD may be gone"),
     ],
 )
-def test_a_watch_resumes_where_it_ended_unless_it_was_silent_or_failed(mocker, watch, versions):
-    api, _ = reflect(mocker, [PAGE] * 3, watch, 50)
-    assert api.request.call_count == versions.count("1")  # a list
-    watched = [call.kwargs["resourceVersion"] for call in api.watch.call_args_list]
+def test_a_watch_resumes_where_it_ended_unless_it_was_silent_or_failed(
+    mocker, watch, versions, is_fault
+):
+    operator = reflect(mocker, [page() for _ in range(3)], watch)[0].operator
+    assert operator.api.request.call_count == versions.count("1")  # a list
+    watched = [call.kwargs["resourceVersion"] for call in operator.api.watch.call_args_list]
     assert watched == list(versions)
+    assert operator.faults.report.called is is_fault
+
+
+def test_lists_are_paged_and_start_over_when_a_page_expires(mocker):
+    pages = [page("a", more="2nd"), page("b", more="3rd"), page("c")]
+    pods, _ = reflect(mocker, [copy(pages[0]), sked.ApiError(410, "expired"), *pages], [BOOKMARK])
+    assert [name for _, name in pods.objects] == ["a", "b", "c"]
+    asked = [call.kwargs for call in pods.operator.api.request.call_args_list]
+    assert [query.get("continue") for query in asked] == [None, "2nd", None, "2nd", "3rd"]
+    assert {query["limit"] for query in asked} == {sked.PAGE_ITEMS}
+
+
+@pytest.mark.parametrize("status, names", [(500, ["a"]), (404, [])])
+def test_the_cache_is_emptied_when_the_crd_is_gone_but_not_when_a_list_fails(mocker, status, names):
+    answers = [page("a"), sked.ApiError(status, "no")]
+    pods, _ = reflect(mocker, answers, [NO_CRD])
+    assert [name for _, name in pods.objects] == names
+    assert pods.operator.queue.add.call_count == 2 - len(names)
+    (fault,) = pods.operator.faults.report.call_args_list
+    assert ("install the CRD with" in str(fault)) is (status == 404)
 
 
 def test_sked_reconnects_within_ten_seconds_of_any_outage(mocker):
     down = sked.ApiError(0, "down")
-    _, found = reflect(mocker, [*[down] * 9, PAGE] * 6, [CUT_OFF], 50)
+    _, found = reflect(mocker, [*[down] * 9, page()] * 6, [CUT_OFF])
     assert 5 < max(found) <= 8 >= sked.backoff(9999, 8)
     assert len(found) == 6 * 9  # a watch that lasted is opened again at once
     assert max(found[::9]) <= 1
@@ -3340,7 +3285,7 @@ def test_sked_reconnects_within_ten_seconds_of_any_outage(mocker):
 
 @pytest.mark.parametrize("events", [[], [CUT_OFF], [{"a": "bug"}]])
 def test_watches_that_end_at_once_are_opened_less_and_less_often(mocker, caplog, events):
-    _, found = reflect(mocker, [PAGE] * 9, events, 5)
+    _, found = reflect(mocker, [page()] * 9, events, 5)
     assert found[0] <= 1 and found[-1] > 5
     assert ("unexpected error" in caplog.text) is (events == [{"a": "bug"}])
 
@@ -3648,12 +3593,14 @@ def test_a_new_schedext_takes_two_writes_without_field_validation(world, server)
     assert {r.query.get("fieldValidation") for r in server.writes()} == {"Ignore"}
 
 
-def test_sked_can_be_limited_to_one_namespace(server, operate):
+def test_sked_can_be_limited_to_one_namespace(server, launch):
     server.create(schedext("out"))
     server.create(schedext("in", namespace="tools"))
-    operate("--namespace=tools")
+    operator = launch("--namespace=tools")
     eventually(lambda: dig(server.get("schedexts", "tools", "in"), READY))
     assert {r.namespace for r in server.requests if r.user == "sked"} == {"tools"}
+    hello = f" watches SchedExts in tools at http://127.0.0.1:{server.port}\n"
+    assert operator.lines[0].endswith(hello)
 
 
 def cut_off(server: ApiServer, plural: str) -> Fault:
@@ -3686,7 +3633,7 @@ def test_a_conflict_is_answered_by_a_fresh_look_at_once(world, server, mocker):
 
 
 def test_an_invalid_spec_admitted_by_a_lax_schema_blocks_no_other_schedext(world, server):
-    server.validate = False
+    server.resources["schedexts"] = schedexts()._replace(schema={})
     bad = [None, "text", {}, {"sched": "x", "nodeSelector": ["a"]}, {"sched": "x", "hostPaths": 5}]
     for number, spec in enumerate(bad):
         server.create(schedext(f"y-{number}") | {"spec": spec})
@@ -4015,41 +3962,6 @@ def test_a_wish_that_admission_overrules_takes_two_writes_once(world, server):
     assert world.restart() == []
 
 
-# ---------------------------------------------------------------- reconcile: a 404
-
-
-def test_a_404_to_a_watch_does_not_empty_the_cache(world, server):
-    world.add("pool", nodeSelector=A)
-    world.deploy()
-    world.expect("RollingOut", "pool")
-    since = time.time()
-    lost = server.fault("GET", "schedexts.*watch=true", status=404)
-    down = server.fault("GET", "schedexts.*limit=", None)
-    server.end_watches()
-    eventually(lambda: (lost.hits, down.hits > 0), (1, True))
-    server.delete("daemonsets", world.ns, "x")
-    assert "affinity" in pod_spec(eventually(world.made))
-    assert set(world.written(since)) - {"create events"} == {"create daemonsets"}
-    down.clear()
-
-
-def test_deleting_the_crd_empties_the_cache_and_sked_works_again_when_it_is_back(
-    world, server, caplog
-):
-    world.deploy()
-    server.stop_listening()
-    server.delete(*CRD)
-    eventually(world.made, nothing)
-    since = time.time()
-    server.start_listening()
-    eventually(lambda: caplog.text, contains("schedexts: install the CRD with 'kubectl apply -f"))
-    eventually(lambda: known(world), nothing)
-    server.create(THE_CRD)
-    world.add("new")
-    world.expect("RollingOut", "new")
-    assert sorted(world.written(since)) == ["create daemonsets", "patch schedexts/status"]
-
-
 # ---------------------------------------------------------------- status on a cluster
 
 
@@ -4324,8 +4236,7 @@ def test_an_unreadable_pod_is_logged_with_its_traceback_and_affects_no_other_pod
 
 def test_an_operator_ends_if_it_is_stopped_before_its_caches_are_filled(world, server):
     missing = server.fault("GET", "/pods", None)
-    world.operator = sked.Operator(connect(world.kubeconfig))
-    threading.Thread(target=world.operator.run, daemon=True).start()
+    world.begin()
     eventually(lambda: missing.hits)
     world.stop()  # waits until its workers have ended
 
@@ -4333,14 +4244,14 @@ def test_an_operator_ends_if_it_is_stopped_before_its_caches_are_filled(world, s
 # ---------------------------------------------------------------- kills and signals
 
 
-def test_repeated_kills_leave_exactly_one_daemonset_per_schedext(server):
+def test_repeated_kills_leave_exactly_one_daemonset_per_schedext(server, launch):
     made = {f"scx-{n}": server.create(schedext(f"scx-{n}"))["metadata"]["uid"] for n in range(60)}
     server.webhook = admission("create daemonsets", lambda obj: time.sleep(0.03) or obj)
     for enough in (1, 20, 40, 60):
-        with OperatorProcess(server.kubeconfig("sked")) as operator:
-            eventually(lambda: len(images(server)), at_least(enough))
-            assert len(images(server)) < 60 or enough == 60
-            operator.stop(signal.SIGKILL)
+        operator = launch()
+        eventually(lambda: len(images(server)), at_least(enough))
+        assert len(images(server)) < 60 or enough == 60
+        operator.stop(signal.SIGKILL)
     owners = {
         obj["metadata"]["name"]: dig(obj, ".metadata.ownerReferences[0].uid")
         for obj in server.list("daemonsets")
@@ -4349,7 +4260,8 @@ def test_repeated_kills_leave_exactly_one_daemonset_per_schedext(server):
     assert {r.verb for r in server.writes() if r.what == "daemonsets"} == {"create"}
 
 
-LEADER_ELECT = ("--leader-elect", "--leader-election-namespace=sked-system")
+def lease_in(namespace: str) -> tuple[str, str]:
+    return "--leader-elect", f"--leader-election-namespace={namespace}"
 
 
 @pytest.mark.parametrize(
@@ -4360,7 +4272,7 @@ LEADER_ELECT = ("--leader-elect", "--leader-election-namespace=sked-system")
         ("standing by", signal.SIGTERM),
     ],
 )
-def test_a_signal_stops_sked_even_while_it_is_blocked(server, state, sent):
+def test_a_signal_stops_sked_even_while_it_is_blocked(server, launch, state, sent):
     hangs = server.fault("POST", "/daemonsets", None, "hang")
     if state == "writing":
         server.create(schedext("scx"))
@@ -4371,11 +4283,11 @@ def test_a_signal_stops_sked_even_while_it_is_blocked(server, state, sent):
         "writing": lambda: hangs.hits,
         "standing by": lambda: server.connections,
     }
-    flags = LEADER_ELECT if state == "standing by" else ()
-    with OperatorProcess(server.kubeconfig("sked"), *flags) as operator:
-        eventually(blocked[state])
-        assert operator.stop(sent) == 0
-        assert not any("Traceback" in line for line in operator.lines)
+    flags = lease_in("sked-system") if state == "standing by" else ()
+    operator = launch(*flags)
+    eventually(blocked[state])
+    assert operator.stop(sent) == 0
+    assert not any("Traceback" in line for line in operator.lines)
 
 
 # ---------------------------------------------------------------- leader election
@@ -4393,8 +4305,8 @@ def leading(replicas: list[OperatorProcess]) -> list[OperatorProcess]:
     return [one for one in alive if any(line.endswith(" leading\n") for line in one.lines)]
 
 
-def test_one_of_three_replicas_leads_and_hands_over_on_sigterm(server, replica):
-    replicas = [replica("sked-system", "sked") for _ in range(3)]
+def test_one_of_three_replicas_leads_and_hands_over_on_sigterm(server, launch):
+    replicas = [launch(*lease_in("sked-system"), is_hasty=True) for _ in range(3)]
     [first] = eventually(lambda: leading(replicas))
     server.create(schedext("one"))
     eventually(lambda: "one" in images(server) and all(listens(one.port) for one in replicas))
@@ -4418,12 +4330,13 @@ def test_one_of_three_replicas_leads_and_hands_over_on_sigterm(server, replica):
 
 
 def test_a_killed_or_frozen_leader_is_replaced_when_its_lease_expires_and_writes_nothing_more(
-    server, replica
+    server, launch
 ):
     signals = {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP}
-    leaders = [replica(name) for name in signals]
+    leaders = [launch(*lease_in(name), user="other", is_hasty=True) for name in signals]
     eventually(lambda: leading(leaders), leaders)
-    others = [replica(name, "admin") for name in signals]  # another user, to tell the writes apart
+    # another user, to tell the writes apart
+    others = [launch(*lease_in(name), user="admin", is_hasty=True) for name in signals]
     eventually(lambda: all("waiting for the lease" in "".join(one.lines) for one in others))
     for n, sent in enumerate(signals.values()):
         leaders[n].process.send_signal(sent)
@@ -4440,9 +4353,9 @@ def test_a_killed_or_frozen_leader_is_replaced_when_its_lease_expires_and_writes
     assert server.writes(taken, "other") == []
 
 
-def test_a_leader_survives_one_failed_renewal_and_exits_after_many(server, replica):
+def test_a_leader_survives_one_failed_renewal_and_exits_after_many(server, launch):
     actions = ("lose", "hang", "error")
-    leaders = [replica(action) for action in actions]
+    leaders = [launch(*lease_in(action), user="other", is_hasty=True) for action in actions]
     eventually(lambda: leading(leaders), leaders)
     for action in actions:  # after a failed renewal, a leader reads the lease, which may fail, too
         faults = [server.fault(method, f"/{action}/leases", 1, action) for method in ("PUT", "GET")]
@@ -4518,9 +4431,10 @@ def test_a_leader_keeps_leading_if_every_answer_is_slow(server, mocker):
 # ---------------------------------------------------------------- health and metrics
 
 
-def test_sked_is_healthy_at_once_and_ready_when_all_caches_are_filled(server, operate):
+def test_sked_is_healthy_at_once_and_ready_when_all_caches_are_filled(world, server):
     missing = server.fault("GET", "/pods", None)
-    port, _ = operate()
+    world.begin()
+    port, _ = world.serve()
     eventually(lambda: missing.hits, at_least(3))
     assert (ask(port, "/readyz")[0], ask(port, "/healthz?verbose")[0]) == (503, 200)
     missing.clear()
@@ -4530,31 +4444,38 @@ def test_sked_is_healthy_at_once_and_ready_when_all_caches_are_filled(server, op
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_health_fails_if_a_thread_hangs_or_dies_but_not_if_the_api_server_is_silent(
-    server, operate, haste, mocker, monkeypatch
+    world, server, haste, mocker
 ):
     stuck = 3 * sked.WATCH_SECONDS
-    monkeypatch.setattr(sked, "STUCK_SECONDS", stuck)
-    port, _ = operate()
-    eventually(lambda: ask(port, "/readyz")[0], 200)
-    server.create(schedext("scx"))
+    world.set("STUCK_SECONDS", stuck)
+    server.bookmark_seconds = 0.3
+    world.start()
+    port, _ = world.serve()
+    world.add()
     server.freeze()
     end = time.monotonic() + 1.2 * stuck
     while time.monotonic() < end:
         assert ask(port, "/healthz")[:2] == (200, "ok\n")
         time.sleep(0.05)
     over = threading.Event()
-    mocker.patch.object(sked, "plan", side_effect=lambda *_: over.wait() and None)
+
+    def hang(*_):
+        over.wait()
+        raise sked.Blocked("RollingOut", "it hung")
+
+    mocker.patch.object(sked, "plan", side_effect=hang)
     server.thaw()
-    monkeypatch.setattr(sked.Pods, "store", lambda *_: sys.exit())
+    mocker.patch.object(sked.Pods, "store", side_effect=SystemExit)
     lost = re.compile(r"no sign of life from pods, worker-\d\n")
     eventually(lambda: ask(port, "/healthz")[0] == 503 and lost.fullmatch(ask(port, "/healthz")[1]))
     over.set()
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["health", "metrics"])
-def test_half_sent_requests_block_no_others(operate, mocker, tls):
+def test_half_sent_requests_block_no_others(world, mocker, tls):
     mocker.patch.object(sked.Handler, "timeout", 600)
-    port = operate("--metrics-secure")[tls]
+    world.start()
+    port = world.serve()[tls]
     with contextlib.ExitStack() as stack:
         for _ in range(8):
             client = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
@@ -4562,10 +4483,11 @@ def test_half_sent_requests_block_no_others(operate, mocker, tls):
         assert ask(port, "/", tls=tls)[0] == 404
 
 
-def test_metrics_count_requests_and_reconciles(server, operate):
-    _, port = operate()
+def test_metrics_count_requests_and_reconciles(world, server):
+    world.start()
+    _, port = world.serve("--metrics-secure=false")
     server.fault("POST", "/daemonsets")
-    server.create(schedext("scx"))
+    world.add()
     passes = 'controller_runtime_reconcile_total{controller="schedext",result="%s"}'
     eventually(lambda: metrics_at(port).get(passes % "success", 0), at_least(2))
     refusals = 'rest_client_requests_total{code="500",method="POST"}'
@@ -4606,9 +4528,7 @@ def test_a_histogram_has_its_sum_its_count_and_all_its_buckets_in_order():
     assert numbers == [99.251, 3, 1, 1, 2, 2, 3]
 
 
-def test_only_users_whom_the_api_server_allows_can_read_metrics(
-    server, operate, caplog, monkeypatch
-):
+def test_only_users_whom_the_api_server_allows_can_read_metrics(world, server, caplog):
     caplog.set_level(logging.DEBUG)
     server.tokens |= {"token-of-reader": "reader", "token-of-nobody": "nobody"}
     binding = {
@@ -4618,7 +4538,8 @@ def test_only_users_whom_the_api_server_allows_can_read_metrics(
         "subjects": [{"apiGroup": RBAC, "kind": "User", "name": "reader"}],
     }
     server.create(binding)
-    _, port = operate("--metrics-secure")
+    world.start()
+    _, port = world.serve()
 
     def get(token):
         return ask(port, "/metrics", token=token, tls=True)[0]
@@ -4630,15 +4551,16 @@ def test_only_users_whom_the_api_server_allows_can_read_metrics(
     server.tokens["token-of-late"] = "reader"
     assert [get("token-of-late") for _ in range(2)] == [503, 200]
     del server.tokens["token-of-late"]
-    monkeypatch.setattr(sked, "monotonic", lambda: time.monotonic() + 60)
+    world.set("monotonic", lambda: time.monotonic() + 60)
     assert get("token-of-late") == 401
     assert "token-of" not in caplog.text
 
 
-def test_a_renewed_metrics_certificate_is_served(server, operate):
+def test_a_renewed_metrics_certificate_is_served(world, server):
     renew = f"req -x509 -subj /CN=x {NEW_KEY} -keyout tls.key -out tls.crt"
     openssl(server.folder, renew)
-    _, port = operate("--metrics-secure", f"--metrics-cert-dir={server.folder}")
+    world.start()
+    _, port = world.serve(f"--metrics-cert-dir={server.folder}")
     openssl(server.folder, renew)
     shown = ssl.get_server_certificate(("127.0.0.1", port))
     assert shown == (server.folder / "tls.crt").read_text()
@@ -4700,6 +4622,7 @@ def test_the_configuration_comes_from_flag_environment_pod_or_home_in_this_order
 def test_a_failed_start_says_in_one_line_what_is_wrong(home, monkeypatch, flags, problem):
     (home / ".kube" / "config").unlink()
     monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(signal, "pthread_sigmask", lambda *_: None)
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = other.getsockname()[1]
         argv = "--kubeconfig=~/env --health-probe-bind-address=0 " + flags.format(taken=taken)
@@ -4966,7 +4889,6 @@ REFUSED |= {
     "have at most 63 characters": {"nodeSelector": [{"k" * 64: "a"}]},
     'a domain and "/" before it': {"nodeSelector": [{"d." * 200 + "io/k": "a"}]},
 }
-SCHEMA = dig(THE_CRD, ".spec.versions[0].schema.openAPIV3Schema")
 LONG_NAME = "the name of a SchedExt may have at most 63 characters"
 
 
