@@ -87,19 +87,19 @@ def python(*args: str, text: str = "") -> str:
     return done.stdout + done.stderr
 
 
-STEP = re.compile(r'\.([\w-]+)|\[(\d+)\]|\[\?\(@\.(\w+)=="(.*?)"\)\]')
-
-
 def dig(value: Any, path: str) -> Any:
-    """What a simple JSONPath such as .a.b[0][?(@.type=="Ready")].c finds, or None."""
-    for name, index, key, wanted in STEP.findall(path):
-        if name:
-            value = (value or {}).get(name)
-        elif index:
-            value = next(iter((value or [])[int(index) :]), None)
-        else:
-            value = next((item for item in value or [] if item.get(key) == wanted), None)
+    """The value at a path such as a.b.0.c, or None."""
+    try:
+        for step in path.split("."):
+            value = value[int(step) if step.isdecimal() else step]
+    except (KeyError, IndexError, TypeError):
+        return None
     return value
+
+
+def condition_of(obj: dict, kind: str) -> dict:
+    """A condition in an object's status, or {}."""
+    return sked.condition(obj.get("status", {}), kind)
 
 
 def eventually(look: Callable[[], Any], wanted: Any = bool, seconds: float = 60.0) -> Any:
@@ -141,7 +141,7 @@ def installed_one(kind: str) -> dict:
     return found
 
 
-SCHEMA = dig(installed_one("CustomResourceDefinition"), ".spec.versions[0].schema.openAPIV3Schema")
+SCHEMA = dig(installed_one("CustomResourceDefinition"), "spec.versions.0.schema.openAPIV3Schema")
 
 
 def installed() -> list[dict]:
@@ -567,16 +567,11 @@ class ApiServer(Client, contextlib.AbstractContextManager):
     def thaw(self) -> None:
         self.thawed.set()
 
-    def end_watches(self) -> None:
-        """Ends every watch cleanly."""
-        with self.changed:
-            self.epoch += 1
-            self.changed.notify_all()
-
     def drop_connections(self) -> None:
         """Cuts every connection, watches included."""
         with self.changed:  # so that no watch can end cleanly before its connection is cut
-            self.end_watches()
+            self.epoch += 1
+            self.changed.notify_all()
             for connection in list(self.connections):
                 with contextlib.suppress(OSError):
                     socket.socket.shutdown(connection, socket.SHUT_RDWR)  # TLS or not
@@ -855,13 +850,12 @@ class ApiServer(Client, contextlib.AbstractContextManager):
         self.store(obj, obj, is_deleted=True)
 
     def remove(self, obj: dict, in_foreground: bool = False) -> None:
-        """Deletes an object, or marks it if it waits for finalizers, what it owns, or a kubelet."""
+        """Deletes an object, or marks it if it waits for what it owns, or for a kubelet."""
         meta = obj["metadata"]
-        finalizers = meta.get("finalizers", []) + [FOREGROUND] * in_foreground
-        if not finalizers and obj["kind"] != "Pod":
+        if not in_foreground and obj["kind"] != "Pod":
             self.drop(obj)
         elif "deletionTimestamp" not in meta:
-            mark = {"deletionTimestamp": now(), "finalizers": finalizers}
+            mark = {"deletionTimestamp": now(), "finalizers": [FOREGROUND] * in_foreground}
             self.store(obj | {"metadata": meta | mark}, obj)
 
     def collect_garbage(self) -> None:
@@ -1040,7 +1034,7 @@ def encoded(path: Path) -> str:
 
 # ---------------------------------------------------------------- nodes
 
-TERMS = ".affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.nodeSelectorTerms"
+TERMS = "affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.nodeSelectorTerms"
 
 
 def holds(requirement: dict, labels: dict) -> bool:
@@ -1064,7 +1058,7 @@ def node_of(pod: dict) -> str:
 
 def ready_seconds(pod: dict) -> float:
     """How long a pod has been ready: less than 0 if it is not, or is being deleted."""
-    ready = dig(pod, READY) or {}
+    ready = condition_of(pod, "Ready")
     if ready.get("status") != "True" or "deletionTimestamp" in pod["metadata"]:
         return -1.0
     return seconds_ago(ready["lastTransitionTime"])
@@ -1093,7 +1087,7 @@ class Kubelets:
     def pods(self, daemonset: str, namespace: str = "default") -> dict[str, dict]:
         """The pods of a DaemonSet, by node."""
         pods = self.server.list("pods", namespace)
-        mine = [pod for pod in pods if dig(pod, ".metadata.labels.name") == daemonset]
+        mine = [pod for pod in pods if dig(pod, "metadata.labels.name") == daemonset]
         return {node_of(pod): pod | {"kind": "Pod"} for pod in mine}
 
     def play(self) -> None:
@@ -1125,7 +1119,7 @@ class Kubelets:
         nodes = self.server.objects["nodes"].values()
         wanted = {n["metadata"]["name"] for n in nodes if fits(spec["template"]["spec"], n)}
         mine = wanted & pods.keys()
-        label = ".metadata.labels.controller-revision-hash"
+        label = "metadata.labels.controller-revision-hash"
         old = {node for node, pod in pods.items() if dig(pod, label) != revision}
         enough = spec.get("minReadySeconds", 0)
         available = {node for node, pod in pods.items() if ready_seconds(pod) >= enough}
@@ -1248,9 +1242,8 @@ class RealCluster(Client):
                 self.create(obj)
             except Refusal:  # it is there
                 self.patch(self.kind_of(obj).plural, *sked.key_of(obj), obj)
-        established = '.status.conditions[?(@.type=="Established")].status'
         crd = ("customresourcedefinitions", "", "schedexts.sked.schedkit.io")
-        eventually(lambda: dig(self.get(*crd), established), "True")
+        eventually(lambda: condition_of(self.get(*crd), "Established").get("status"), "True")
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
         path, _, query = path.partition("?")
@@ -1473,12 +1466,8 @@ def images(server: ApiServer) -> dict[str, str]:
     return {
         obj["metadata"]["name"]: obj["spec"]["template"]["spec"]["containers"][0]["image"]
         for obj in server.list("daemonsets")
-        if dig(obj, ".metadata.ownerReferences[0].kind") == "SchedExt"
+        if dig(obj, "metadata.ownerReferences.0.kind") == "SchedExt"
     }
-
-
-READY = '.status.conditions[?(@.type=="Ready")]'
-STALLED = '.status.conditions[?(@.type=="Stalled")]'
 
 
 def free_port() -> int:
@@ -1622,7 +1611,7 @@ class World:
         return self.api.get("daemonsets", self.ns, name)
 
     def image(self) -> str | None:
-        return dig(self.made(), ".spec.template.spec.containers[0].image")
+        return dig(self.made(), "spec.template.spec.containers.0.image")
 
     def expect(self, reason: str, name: str = "x") -> dict:
         """Waits for this reason in the status of the current spec; returns the Ready condition.
@@ -1631,12 +1620,12 @@ class World:
         """
 
         def is_reached(obj: dict) -> bool:
-            ready = dig(obj, READY) or {}
+            ready = condition_of(obj, "Ready")
             is_current = ready.get("observedGeneration") == obj["metadata"]["generation"]
             return is_current and ready["reason"] == reason
 
         obj = eventually(lambda: self.get(name), is_reached)
-        ready, stalled = dig(obj, READY), dig(obj, STALLED) or {}
+        ready, stalled = condition_of(obj, "Ready"), condition_of(obj, "Stalled")
         same = ("True", reason, ready["message"])
         is_stalled = reason in ("NameTaken", "Conflict", "Rejected")
         expected = same if is_stalled else (None, None, None)
@@ -1644,12 +1633,12 @@ class World:
         return ready
 
     def nodes(self) -> dict:
-        return dig(self.get(), ".status.nodes") or {}
+        return dig(self.get(), "status.nodes") or {}
 
     def conditions(self) -> list[dict]:
         """Every Ready condition that x has had, in order."""
         objs = [change.obj for change in list(self.api.log["schedexts"]) if change.obj]
-        conditions = [dig(obj, READY) for obj in objs if obj["metadata"]["name"] == "x"]
+        conditions = [condition_of(obj, "Ready") for obj in objs if sked.key_of(obj)[1] == "x"]
         return list(filter(None, conditions))
 
     def reasons(self) -> list[str]:
@@ -2847,7 +2836,7 @@ def test_the_ready_condition_gives_a_reason_and_a_message(
 ):
     others = [for_nodes(**winner) for winner in winners]
     status = status_of(observed(pods, spec, changes, others), steady)
-    ready = dig({"status": status}, READY)
+    ready = sked.condition(status, "Ready")
     is_so = reason in ("AllReady", "Suspended")
     assert (ready["reason"], ready["status"]) == (reason, str(is_so))
     assert ready["message"].endswith(words)
@@ -3570,6 +3559,7 @@ def test_a_refusal_that_lasts_is_rejected_with_one_event_until_it_is_over(world,
 
 
 def test_a_restart_on_finished_work_writes_nothing(world, server, fleet):
+    world.set("PATIENCE_SECONDS", 1)
     world.add("parks-x-and-fails", "ghcr.io/x/y:nopull", nodeSelector=A)
     server.webhook = admission("create daemonsets", refuse("'refused'", "exceeded quota"))
     world.add("refused", nodeSelector={"no": "where"})
@@ -3597,7 +3587,7 @@ def test_sked_can_be_limited_to_one_namespace(server, launch):
     server.create(schedext("out"))
     server.create(schedext("in", namespace="tools"))
     operator = launch("--namespace=tools")
-    eventually(lambda: dig(server.get("schedexts", "tools", "in"), READY))
+    eventually(lambda: condition_of(server.get("schedexts", "tools", "in"), "Ready"))
     assert {r.namespace for r in server.requests if r.user == "sked"} == {"tools"}
     hello = f" watches SchedExts in tools at http://127.0.0.1:{server.port}\n"
     assert operator.lines[0].endswith(hello)
@@ -3863,7 +3853,7 @@ def test_a_schedext_that_is_recreated_quickly_is_no_drift(world, server):
     eventually(world.made, nothing)
     uid = world.add()
     silence.clear()
-    eventually(lambda: dig(world.made(), ".metadata.ownerReferences[0].uid"), uid)
+    eventually(lambda: dig(world.made(), "metadata.ownerReferences.0.uid"), uid)
     world.expect("RollingOut")
     assert drift_events(server) == []
 
@@ -4253,7 +4243,7 @@ def test_repeated_kills_leave_exactly_one_daemonset_per_schedext(server, launch)
         assert len(images(server)) < 60 or enough == 60
         operator.stop(signal.SIGKILL)
     owners = {
-        obj["metadata"]["name"]: dig(obj, ".metadata.ownerReferences[0].uid")
+        obj["metadata"]["name"]: dig(obj, "metadata.ownerReferences.0.uid")
         for obj in server.list("daemonsets")
     }
     assert owners == made
@@ -4297,7 +4287,7 @@ MASTER = 'leader_election_master_status{name="b4c95cb3.schedkit.io"}'
 
 
 def lease(server: ApiServer, namespace: str = "sked-system") -> dict:
-    return dig(server.get("leases", namespace, LEASE), ".spec") or {}
+    return dig(server.get("leases", namespace, LEASE), "spec") or {}
 
 
 def leading(replicas: list[OperatorProcess]) -> list[OperatorProcess]:
@@ -4317,7 +4307,7 @@ def test_one_of_three_replicas_leads_and_hands_over_on_sigterm(server, launch):
 
     assert first.stop() == 0
     assert "".join(first.lines).count(" leading") == 1
-    holders = [dig(change.obj, ".spec.holderIdentity") for change in server.log["leases"]]
+    holders = [dig(change.obj, "spec.holderIdentity") for change in server.log["leases"]]
     assert "" in holders  # released, so nobody waits until it expires
     eventually(lambda: leading(replicas))
     server.create(schedext("two"))
@@ -5090,7 +5080,7 @@ def test_sked_talks_to_an_api_server_without_what_the_image_leaves_out(secure, t
 def test_every_reason_that_sked_gives_is_in_the_readme_and_the_crd_and_no_other():
     blocked = re.findall(r'Blocked\(\s*"(\w+)"', inspect.getsource(sked))
     ready = re.findall(r'return "(\w+)"', inspect.getsource(sked.ready_reason))
-    reason = dig(SCHEMA, ".properties.status.properties.conditions.items.properties.reason")
+    reason = dig(SCHEMA, "properties.status.properties.conditions.items.properties.reason")
     named = re.findall(r"[A-Z]\w+", reason["description"].partition("Ready: ")[2])
     assert sorted(named) == sorted({*blocked, *ready})
     assert [reason for reason in named if f"`{reason}`" not in README] == []
@@ -5292,7 +5282,7 @@ class Demo:
         said = []
 
         def reached(obj: dict) -> bool:
-            ready = dig(obj, READY) or {}
+            ready = condition_of(obj, "Ready")
             if ready.get("observedGeneration") != obj["metadata"]["generation"]:
                 return False
             line = f"{name} {ready['reason']}: {ready['message']}"
