@@ -1356,10 +1356,10 @@ HASTE = {
     "REQUEST_SECONDS": 0.3,
     "BEAT_SECONDS": 0.3,
     "WATCH_SECONDS": 1,
-    "LEASE_SECONDS": 6,
+    "LEASE_SECONDS": 8,
     "RENEW_SECONDS": 0.3,
     "RENEW_REQUEST_SECONDS": 0.6,
-    "RENEW_DEADLINE_SECONDS": 3.0,
+    "RENEW_DEADLINE_SECONDS": 5.0,
 }
 HASTY = f"import sked, sys; vars(sked).update({HASTE}); sys.exit(sked.main())"
 
@@ -3688,6 +3688,19 @@ def test_a_stamp_that_could_not_be_corrected_at_once_is_no_second_repair(world, 
     eventually(world.is_idle)
     assert world.is_stamped()
     assert len(drift_events(server)) == world.operator.memories[world.ns, "x"].repairs == 1
+
+
+def test_an_edit_while_sked_was_down_is_undone_and_told_although_a_pool_came_meanwhile(
+    world, server, fleet
+):
+    world.stop()
+    world.drift(in_template(containers=[SCHEDULER | {"image": "evil"}]))
+    world.add("pool", nodeSelector=A)
+    world.start()
+    said = "admin changed spec.template.spec.containers.scx.image; sked has reverted it"
+    eventually(lambda: drift_events(server), [said])
+    eventually(lambda: stamp_on(world.made())["parked"])
+    assert world.image() == RUSTY
 
 
 def test_an_edit_that_also_ends_parking_is_told(world, server, fleet):
