@@ -3917,7 +3917,7 @@ def test_a_stamp_that_admission_strips_makes_no_busy_loop_and_one_log_line(
 def test_a_crash_loop_is_one_steady_failure_until_it_is_fixed(world, kubelets):
     kubelets.crash_seconds = (0.2, 0.15, 0.15)
     kubelets.add_node("n")
-    world.set("SETTLE_SECONDS", 1.0)
+    world.set("SETTLE_SECONDS", 2.0)
     world.start()
     world.add(sched="ghcr.io/x/y:crash", terminationMessagePolicy="FallbackToLogsOnError")
     eventually(lambda: str(world.get().get("status")), contains("2 restarts"))
@@ -3953,7 +3953,7 @@ def test_a_rollout_is_ready_when_complete_and_its_status_updates_are_rate_limite
     world.expect("AllReady")
     assert set(running(kubelets).values()) == {LAVD}
     times = [r.time for r in server.writes() if r.what == "schedexts/status"]
-    assert len(times) > 2
+    assert len(times) > 1
     assert all(later - earlier > 0.35 for earlier, later in itertools.pairwise(times))
     assert world.nodes() == ready_on(40)
 
@@ -4183,11 +4183,17 @@ def test_an_operator_ends_if_it_is_stopped_before_its_caches_are_filled(world, s
 
 def test_repeated_kills_leave_exactly_one_daemonset_per_schedext(server, launch):
     made = {f"scx-{n}": server.create(schedext(f"scx-{n}"))["metadata"]["uid"] for n in range(60)}
-    server.webhook = admission("create daemonsets", lambda obj: time.sleep(0.03) or obj)
+    enough = 0
+
+    def limited(obj: dict) -> dict:
+        if len(server.objects["daemonsets"]) >= enough:
+            raise Refusal(500, "no more for now")
+        return obj
+
+    server.webhook = admission("create daemonsets", limited)
     for enough in (1, 20, 40, 60):
         operator = launch()
-        eventually(lambda: len(images(server)), at_least(enough))
-        assert len(images(server)) < 60 or enough == 60
+        eventually(lambda: len(images(server)), enough)
         operator.stop(signal.SIGKILL)
     owners = {
         obj["metadata"]["name"]: dig(obj, "metadata.ownerReferences.0.uid")
@@ -4202,27 +4208,18 @@ def lease_in(namespace: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    "state, sent",
+    "method, path, sent",
     [
-        ("watching", signal.SIGINT),
-        ("writing", signal.SIGTERM),
-        ("standing by", signal.SIGTERM),
+        pytest.param("GET", "watch=true", signal.SIGINT, id="watching"),
+        pytest.param("POST", "/daemonsets", signal.SIGTERM, id="writing"),
+        pytest.param("GET", "/leases", signal.SIGTERM, id="standing by"),
     ],
 )
-def test_a_signal_stops_sked_even_while_it_is_blocked(server, launch, state, sent):
-    hangs = server.fault("POST", "/daemonsets", None, "hang")
-    if state == "writing":
-        server.create(schedext("scx"))
-    if state == "standing by":
-        server.freeze()
-    blocked = {
-        "watching": lambda: sum(request.verb == "watch" for request in server.requests) == 3,
-        "writing": lambda: hangs.hits,
-        "standing by": lambda: server.connections,
-    }
-    flags = lease_in("sked-system") if state == "standing by" else ()
-    operator = launch(*flags)
-    eventually(blocked[state])
+def test_a_signal_stops_sked_even_while_it_is_blocked(server, launch, method, path, sent):
+    server.create(schedext("scx"))
+    hangs = server.fault(method, path, None, "hang")
+    operator = launch(*(lease_in("sked-system") if path == "/leases" else ()))
+    eventually(lambda: hangs.hits)
     assert operator.stop(sent) == 0
     assert not any("Traceback" in line for line in operator.lines)
 
@@ -4384,7 +4381,7 @@ def test_sked_is_healthy_at_once_and_ready_when_all_caches_are_filled(world, ser
 def test_health_fails_if_a_thread_hangs_or_dies_but_not_if_the_api_server_is_silent(
     world, server, haste, mocker
 ):
-    stuck = 3 * sked.WATCH_SECONDS
+    stuck = 5 * sked.WATCH_SECONDS
     world.set("STUCK_SECONDS", stuck)
     world.start()
     port, _ = world.serve()
