@@ -1586,7 +1586,6 @@ class World:
 
     def add(self, name: str = "x", sched: str = RUSTY, **spec: Any) -> str:
         """Creates a SchedExt and returns its uid."""
-        spec = {"minReadySeconds": 0} | spec
         return self.api.create(schedext(name, sched, self.ns, **spec))["metadata"]["uid"]
 
     def edit(self, name: str = "x", **spec: Any) -> None:
