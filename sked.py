@@ -24,7 +24,7 @@ Words used throughout, with examples:
     winner      of two SchedExts that may meet on a node, the one that runs there; the other yields
     placement   which nodes a DaemonSet runs on: its nodeSelector and node affinity
     stamp       an annotation in which sked notes on the DaemonSet what it last wrote
-    parked      said of a DaemonSet whose last change affected only its placement: sked has set the
+    parked      a DaemonSet whose last change affected only its placement: sked has set the
                 strategy OnDelete, so that no pod restarts on a node that keeps its scheduler
 
 Three rules keep it simple:
@@ -223,7 +223,7 @@ def affinity(mine: Pairs, winners: list[dict]) -> dict | None:
     for extra in sorted(extras, key=lambda pairs: (len(pairs), sorted(pairs))):
         # A term that has a pair of this winner excludes its nodes already.
         terms = {term if term & extra else term | {pair} for term in terms for pair in extra}
-        if len(terms) > MAX_TERMS:
+        if len(terms) > MAX_TERMS:  # before the next step, which takes quadratic time
             raise InvalidSpec(
                 "too many node pools: yielding to the SchedExts that win takes too many affinity "
                 "terms, so the DaemonSet is not written; use one label with a different value for "
@@ -403,7 +403,7 @@ def build_daemonset(schedext: dict, yields_to: Iterable[dict] = ()) -> dict:
 
 
 def without_blanks(fields: dict) -> dict:
-    """Without fields that are empty, false or 0, which is what an absent field means here."""
+    """Without those that are empty, false or 0: if they are absent, that means the same."""
     return {field: value for field, value in fields.items() if value}
 
 
@@ -429,7 +429,7 @@ def counts_of(daemonset: dict) -> Counts:
 
 
 def generation_of(daemonset: dict) -> int:
-    """The API server counts here how often the spec has changed; it starts with 1."""
+    """The API server counts here how often the spec has changed, starting at 1."""
     return daemonset["metadata"]["generation"]
 
 
@@ -536,7 +536,7 @@ def probe_problem(probe: dict, where: str) -> Problem:
 
 
 def probe_ended_later(scx: dict, probe: dict) -> bool:
-    """Whether scx runs, and had been up for long enough when the probe ended: then it is well."""
+    """Whether scx runs, and had settled when the probe ended: then its own last crash is over."""
     started = scx["state"].get("running", {}).get("startedAt")
     ended = last_end(probe).get("finishedAt")  # null if the kubelet lost the container
     if not started or not ended:
@@ -641,7 +641,7 @@ def stamp_of(daemonset: dict) -> Stamp:
 
 
 def is_copy(daemonset: dict) -> bool:
-    """Whether someone else has made it, perhaps from a copy with our stamp: sked never wrote it."""
+    """Whether sked never wrote it: someone else has created it, perhaps from a copy of ours."""
     writers = [entry.get("manager") for entry in daemonset["metadata"].get("managedFields", ())]
     return bool(writers) and FIELD_MANAGER not in writers
 
@@ -733,20 +733,19 @@ def is_rolled_out(daemonset: dict, pods: list[Pod]) -> bool:
     if all_updated and not counts.misscheduled:
         return True
     annotations = daemonset["metadata"].get("annotations", {})
-    generation = annotations.get("deprecated.daemonset.template.generation")
-    one_is_current = any(pod.template_generation == generation for pod in pods)
+    current = annotations.get("deprecated.daemonset.template.generation")
+    one_is_current = any(pod.template_generation == current for pod in pods)
     return len(revisions_of(pods)) == 1 and (all_updated or one_is_current)
 
 
 def moves(have: dict, wanted: dict) -> bool:
-    """Whether other nodes are wanted than those that the DaemonSet selects."""
+    """Whether the wanted placement differs from the present one."""
     old, new = pod_spec(have), pod_spec(wanted)
     return any(old.get(field) != new.get(field) for field in PLACEMENT_FIELDS)
 
 
 def needs_parking(observed: Observed, wanted: dict) -> bool:
-    """Whether something new, for which no pod must restart, has to be written parked: else the
-    DaemonSet controller would replace the pods.
+    """Whether a change for which no pod must restart has to be written parked, to keep the pods.
 
     Raises Blocked until the controller has observed the last change.
     """
@@ -833,20 +832,20 @@ def plan(observed: Observed) -> dict | None:
         # With another strategy, the controller may have replaced pods already.
         parked = old.parked and have["spec"]["updateStrategy"]["type"] == "OnDelete"
         if wish != old.wish and moves(have, wanted) and not observed.is_contested:
-            # Other nodes are wanted, too. But a DaemonSet that was edited cannot be parked, because
-            # its pods may have been replaced. So only undo the edit and leave the placement as it
-            # is. Nobody wished for that, so the next pass does the rest.
+            # Other nodes are wanted, too, but what was edited cannot be parked: its pods may have
+            # been replaced. So only undo the edit now. The empty wish makes the next pass move the
+            # DaemonSet. In a fight, it would be edited again by then.
             wish = ""
             set_fields(pod_spec(wanted), pod_spec(have), PLACEMENT_FIELDS)
     elif wish == old.wish:
-        # It remains parked until all of its pods are of the current template anyway.
+        # Parking ends when all pods are of the current template: then none would restart.
         is_over = observed.pods and is_observed(have) and is_rolled_out(have, observed.pods)
         parked = old.parked and not is_over
     else:
         parked = needs_parking(observed, wanted)
     spec = have["spec"]
     if is_edited or (wish, runs, parked) != (old.wish, old.runs, old.parked):
-        spec = merged_spec(spec, wanted["spec"], parked, is_edited or must_restart)
+        spec = merged_spec(spec, wanted["spec"], parked, with_template=is_edited or must_restart)
     if spec != have["spec"] and not is_edited:
         # This write should raise the generation. One that undoes an edit may change nothing, so it
         # stamps the generation that is there: too low is safe, because it reads as an edit, while
@@ -860,8 +859,8 @@ def plan(observed: Observed) -> dict | None:
 def is_repair(have: dict, old: Stamp, new: Stamp) -> bool:
     """Whether a write restores what sked wanted before, because someone else has changed it. Ending
     parking does not."""
-    unparks = old.parked and not new.parked and generation_of(have) == old.generation
-    return new.wish in (old.wish, "") and not unparks
+    is_edited = generation_of(have) != old.generation
+    return new.wish in (old.wish, "") and (is_edited or old.parked == new.parked)
 
 
 # ---------------------------------------------------------------- status
@@ -899,7 +898,7 @@ def summarize(observed: Observed, unchanged_for: float, now: float) -> Summary:
     missing = lacking if unchanged_for >= SETTLE_SECONDS else 0
     return Summary(
         desired=counts.desired,
-        # The smaller one: pods on lost nodes may look up, and either may be some moments old.
+        # The smaller one: pods on lost nodes may look up. For a moment it may be too low.
         ready=max(0, min(len(up), counts.ready) - settling),
         # Parked pods are of an earlier template, but run what is wanted.
         updated=counts.current if observed.stamp.parked else counts.updated,
@@ -1076,7 +1075,7 @@ METRICS_HELP = """\
 controller_runtime_reconcile_total counter Passes over a SchedExt, by result.
 controller_runtime_reconcile_time_seconds histogram Duration of such a pass.
 rest_client_requests_total counter Requests to the API server, by HTTP status (0: no answer).
-workqueue_depth gauge SchedExts that wait for a worker.
+workqueue_depth gauge SchedExts waiting for a worker.
 leader_election_master_status gauge 1 if this replica leads, 0 if it stands by.
 sked_schedext_nodes gauge Nodes of each SchedExt that is not suspended, by state.
 sked_schedext_status gauge 1 for the reason of each SchedExt's Ready condition.
@@ -1164,8 +1163,7 @@ def client_tls(configuration: Configuration) -> ssl.SSLContext:
     context = ssl.create_default_context(cafile=configuration.ssl_ca_cert)
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # it refuses some hosted clusters
     if not configuration.verify_ssl:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
+        context.check_hostname = False  # verify_mode is set by urllib3
     if configuration.cert_file:
         context.load_cert_chain(configuration.cert_file, configuration.key_file)
     return context
@@ -1197,14 +1195,13 @@ class Api:
     def __init__(self, configure: Callable[[], Configuration]) -> None:
         self.configure = configure
         self.lock = threading.Lock()
-        self.must_connect = True  # before the next request
         self.host = "an API server (not logged in yet)"
         with suppress(ApiError):  # configure() failed to log in; the next request tries again.
             self.connect()
 
     def connect(self) -> None:
         """Read the configuration, with its credentials and certificates, and start anew."""
-        self.must_connect = True  # remains so if any of this fails
+        self.must_connect = True  # before the next request, unless all of this succeeds
         configuration = self.configure()
         configuration.retries = False
         configuration.connection_pool_maxsize = POOL_CONNECTIONS
@@ -1241,17 +1238,14 @@ class Api:
         with as_api_error(), closing(response):
             return json.loads(response.data)
 
-    @contextmanager
-    def watch(self, path: str, **query: Any) -> Iterator[Iterator[dict]]:
-        """An open watch, as an iterator of events. Errors in reading and decoding them become
-        ApiErrors; those of the caller do not."""
+    def watch(self, path: str, **query: Any) -> Iterator[dict]:
+        """Open a watch. Returns its events; errors in reading and decoding them are ApiErrors."""
         query |= {"watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": WATCH_SECONDS}
         response = self.send("GET", path, None, WATCH_SECONDS + REQUEST_SECONDS, query)
-        with closing(response):
-            yield self.events(response)
+        return self.events(response)
 
     def events(self, response: urllib3.BaseHTTPResponse) -> Iterator[dict]:
-        with as_api_error():
+        with as_api_error(), closing(response):
             for line in response:
                 yield json.loads(line)
 
@@ -1343,7 +1337,7 @@ class Reflector:
                 version = self.watch_from(version or self.list_all())
             except ApiError as error:
                 version = ""
-                # 404 and 410 are no faults of a watch: the next list finds out what is wrong.
+                # For a watch, 404 and 410 are not faults: the next list finds out what is wrong.
                 if error.status not in (404, 410):
                     self.operator.faults.report(self.name, str(error))
             except Exception:
@@ -1389,7 +1383,8 @@ class Reflector:
         and has not reached this version again. Then this returns "", so that run() lists.
         """
         last = ""
-        with self.operator.api.watch(self.path, **self.QUERY, resourceVersion=version) as events:
+        events = self.operator.api.watch(self.path, **self.QUERY, resourceVersion=version)
+        with closing(events):
             self.operator.faults.clear(self.name)
             self.operator.beat()
             for event in events:
@@ -1452,8 +1447,9 @@ class SchedExts(Reflector):
 
 
 def claim_of(schedext: dict) -> tuple:
-    """What others must know of a SchedExt. The message of a twin tells whether it is suspended."""
-    return precedence(schedext), selector_of(schedext), schedext["spec"].get("suspend")
+    """What those that yield to a SchedExt must know of it, also for the message of a Conflict."""
+    is_leaving = "deletionTimestamp" in schedext["metadata"]
+    return precedence(schedext), selector_of(schedext), schedext["spec"].get("suspend"), is_leaving
 
 
 class DaemonSets(Reflector):
@@ -1589,7 +1585,7 @@ def merge_patch(before: dict, after: dict) -> dict:
 
 def different_paths(before: Any, after: Any, path: str) -> Iterator[str]:
     """Where two values differ. An empty one counts as none."""
-    if path.endswith(".containers") and before and after:
+    if path.endswith(".containers"):
         before, after = by_name(before), by_name(after)
     if isinstance(before, dict) and isinstance(after, dict):
         for name in sorted(before.keys() | after.keys()):
@@ -1610,7 +1606,7 @@ def changed_fields(before: dict, after: dict) -> list[str]:
 
 
 def last_editor(daemonset: dict) -> str:
-    """Who has changed it since our last write, as far as managedFields tell.
+    """Who has changed it since our last write, as far as managedFields show.
 
     A removed field leaves no trace there. Writers of the status do not count.
     """
@@ -1653,7 +1649,7 @@ class Pause(NamedTuple):
 
 
 NO_PAUSE = Pause("", 0.0, "", "")
-NOT_REFUSED = ("", 0.0)  # a wish, and since when it has been refused, by monotonic()
+NOT_REFUSED = (None, 0.0)  # a wish, and since when it has been refused, by monotonic()
 
 
 class Memory:
@@ -1708,7 +1704,7 @@ class Memory:
         is_ours = there._replace(generation=self.stamp.generation) == self.stamp
         if is_ours or there == NO_STAMP or not self.stamp_sticks:
             return self.stamp  # the generation on the DaemonSet may be one that plan guessed
-        return there
+        return there  # our last write succeeded, but its answer was lost
 
     def rejected(self, wish: str, message: str, at_once: bool) -> None:
         """Note a refusal. If it has lasted, or at_once, pause for as long as it has lasted."""
@@ -1728,7 +1724,7 @@ class Memory:
         but it waits longer each time, until no repair has been needed for a minute, or something
         new has been written.
         """
-        if monotonic() > self.pause.until + QUIET_SECONDS:
+        if monotonic() > self.pause.until + QUIET_SECONDS:  # until: at least the last repair
             self.repairs = 0
         self.repairs += 1
         too_many = self.repairs - QUICK_REPAIRS
@@ -1743,13 +1739,14 @@ class Memory:
         self.repairs = 0
         self.pause = NO_PAUSE
 
-    def is_pausing(self) -> bool:
-        return monotonic() < self.pause.until
+    def is_fighting(self) -> bool:
+        """Whether others keep changing the DaemonSet, and sked is backing off."""
+        return self.repairs > QUICK_REPAIRS and monotonic() < self.pause.until
 
     def check_pause(self, wish: str) -> None:
         """Raise Blocked if it is too soon to write this wish again."""
-        if wish == self.pause.wish and self.is_pausing():
-            wait = self.pause.until - monotonic()
+        wait = self.pause.until - monotonic()
+        if wish == self.pause.wish and wait > 0:
             raise Blocked(self.pause.reason, self.pause.message, wait)
 
     def note_counts(self, counts: tuple, was_failing: bool) -> float:
@@ -1918,7 +1915,7 @@ class Operator:
             uid = daemonset["metadata"]["uid"]
             pods = [pod for pod in self.pods.values() if pod.daemonset_uid == uid]
         winners = winners_of(schedext, self.schedexts.values())
-        return Observed(schedext, daemonset, stamp, pods, winners, memory.is_pausing())
+        return Observed(schedext, daemonset, stamp, pods, winners, memory.is_fighting())
 
     def find_daemonset(self, key: Key, schedext: dict) -> dict | None:
         """The DaemonSet, or None.
@@ -1952,8 +1949,8 @@ class Operator:
         """Write what is planned, and report it."""
         schedext, have, memory = observed.schedext, observed.daemonset, self.memories[key]
         old, new = observed.stamp, stamp_of(target)
-        is_retry = self.queue.has_failed(key)  # then a refusal may be over by now
-        if not (is_retry and memory.pause.reason == "Rejected"):
+        # After a failure, for instance to write the status, a refusal may be over by now.
+        if memory.pause.reason != "Rejected" or not self.queue.has_failed(key):
             memory.check_pause(new.wish)
         if have:
             repairs = is_repair(have, old, new)
@@ -1961,7 +1958,7 @@ class Operator:
             repairs = bool(memory.uid or schedext["status"].get("nodes", {}).get("desired"))
         answer = self.apply(key, have, target)
         try:
-            if memory.stamp != new:  # plan foresaw another generation
+            if generation_of(answer) != new.generation:  # plan foresaw another one
                 self.apply(key, answer, with_stamp(answer, memory.stamp))
         finally:
             self.report_write(key, observed, answer, repairs)
@@ -1975,8 +1972,6 @@ class Operator:
             else:
                 answer = trimmed(self.write("POST", path_to(DAEMONSETS, key[0]), target))
         except ApiError as error:
-            if not have:
-                memory.uid = ""  # of the one before; a new one may exist, although no answer came
             self.check_refusal(key, stamp_of(target).wish, error)
             raise
         used_to_stick = memory.stamp_sticks
@@ -1994,7 +1989,7 @@ class Operator:
 
         Not if it says nothing about the DaemonSet: the API server is down or busy, a cache is
         behind, or the namespace is being deleted and its SchedExts are about to go. A 400 or 422
-        does at once; others, such as a 403 while a role is being bound, if they last.
+        belongs there at once; others, such as a 403 while a role is being bound, if they last.
         """
         is_ending = "is being terminated" in str(error)
         if error.is_outage() or error.status in (404, 409, 429) or is_ending:
@@ -2009,7 +2004,7 @@ class Operator:
         have, memory = observed.daemonset, self.memories[key]
         changes = changed_fields(have, answer) if have else []
         if have and not changes and observed.stamp == memory.stamp:
-            return  # this only wrote the stamp that an earlier pass could not write
+            return  # only the stamp was written again, after a conflict
         if not repairs:
             memory.wrote_something_new()
             action = f"changed {listed(changes)} of" if changes else "stamped"
@@ -2053,7 +2048,6 @@ class Operator:
             return
         memory.has_warned |= old_reason in WARNINGS  # after a restart, only the status knows
         if reason in WARNINGS:
-            memory.has_warned = True
             log.warning("%s/%s: %s: %s", *key, reason, message)
             self.send_event(schedext, "Warning", reason, message)
             return
@@ -2100,8 +2094,8 @@ RENEW_DEADLINE_SECONDS = 10.0  # a leader that has not renewed for this long exi
 
 
 class Elector:
-    """Holds the Lease. One that another replica holds has expired when it has not changed for its
-    duration, by our clock."""
+    """Holds the Lease. Another replica's has expired once it has not changed for its duration, by
+    our clock."""
 
     def __init__(self, api: Api, namespace: str) -> None:
         self.api = api
@@ -2340,8 +2334,9 @@ def load_configuration(path: str | None, context: str | None) -> Configuration:
         hint = "choose another one with --kubeconfig, $KUBECONFIG or --context"
         raise ValueError(f"cannot use the kubeconfig {path}: {error}; {hint}") from None
     if errors:
-        user = loader.current_context["context"]["user"]
-        plugin = merger.config["users"].get_with_name(user)["user"]["exec"]["command"]
+        name = loader.current_context["context"]["user"]
+        user = merger.config["users"].get_with_name(name)["user"].value
+        plugin = (user.get("exec") or {}).get("command", name)
         raise ApiError(0, f"the kubeconfig's credential plugin {plugin!r} failed: {errors[0]}")
     return configuration
 
@@ -2398,7 +2393,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     flag("--kubeconfig", metavar="FILE", help="default: $KUBECONFIG, the pod's own, ~/.kube/config")
     flag("--context", help="use this context of the kubeconfig")
     flag("--namespace", default="", help="watch this namespace only")
-    flag("--render", metavar="FILE", help="print its SchedExts as DaemonSets (-: stdin)")
+    flag("--render", metavar="FILE", help="print the SchedExts in FILE as DaemonSets (-: stdin)")
     flag("--leader-elect", default=False, help="work only while holding the lease", **switch)
     flag("--leader-election-namespace", metavar="NAMESPACE", help="default: the pod's own")
     flag("--health-probe-bind-address", default=":8081", help="default: :8081; 0: none", **address)
@@ -2407,14 +2402,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     flag("--metrics-cert-dir", metavar="DIR", help="has tls.crt, tls.key (default: self-signed)")
     levels = ("debug", "info", "warning", "error")
     flag("--log-level", default="info", type=str.lower, choices=levels, help="default: info")
-    for name in (  # the Go operator's, without effect: our log has one form, and we speak HTTP/1.1
-        "enable-http2",
-        "zap-devel",
-        "zap-encoder",
-        "zap-log-level",
-        "zap-stacktrace-level",
-        "zap-time-encoding",
-    ):
+    # The Go operator's, without effect: our log has one form, and we speak HTTP/1.1.
+    zap = "zap-devel zap-encoder zap-log-level zap-stacktrace-level zap-time-encoding"
+    for name in ("enable-http2", *zap.split()):
         flag(f"--{name}", nargs="?", help=argparse.SUPPRESS)
     flag("--version", action="version", version=__version__)
     return parser.parse_args(argv)

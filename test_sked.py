@@ -2054,6 +2054,12 @@ def test_a_long_termination_message_keeps_its_end():
     assert len(message) < 400
 
 
+def test_any_other_long_message_keeps_its_beginning():
+    waiting = {"reason": "ErrImagePull", "message": "no " * 999}
+    pod = sked.read_pod(kubelet_pod({"state": {"waiting": waiting}}), None, 1000.0)
+    assert pod.message == ("no " * 999)[:1000]
+
+
 @cases(
     "scx, probe, reason, words",
     """
@@ -2122,6 +2128,7 @@ def test_an_unbound_pods_node_is_read_from_its_affinity():
     rules = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}
     pod = kubelet_pod({}) | {"spec": {"affinity": {"nodeAffinity": rules}}, "status": {}}
     assert sked.read_pod(pod, None, 1000.0).node == "n7"
+    assert sked.read_pod(pod | {"spec": {}}, None, 1000.0).node == ""
 
 
 @cases(
@@ -2190,7 +2197,7 @@ def pods_of(kinds: Iterable[str]) -> list[sked.Pod]:
     """Pods of these kinds, on the nodes n1, n2 and so on."""
     blank = sked.read_pod(kubelet_pod({}), None, 1000.0)
     return [
-        blank._replace(node=f"n{n}", name=f"p{n}", **{"is_up": "up_since" in kind} | kind)
+        blank._replace(node=f"n{n}", name=f"p{99 - n}", **{"is_up": "up_since" in kind} | kind)
         for n, kind in enumerate((KINDS[name] for name in kinds), 1)
     ]
 
@@ -2473,6 +2480,10 @@ def test_parking_changes_placement_strategy_and_stamp_and_nothing_else():
     a new minReadySeconds: {spec: {minReadySeconds: 35}, pods: [settled], expected: true}
     one is on a tainted node: {changes: {status: {numberMisscheduled: 1}}, expected: true}
     a node is lost: {changes: {status: {desiredNumberScheduled: 3}}, expected: true}
+    there is one node:
+      changes: {status: {currentNumberScheduled: 1, updatedNumberScheduled: 1}}
+      pods: [settled]
+      expected: true
     the status still counts a lost node:
       changes: {status: {currentNumberScheduled: 3}}
       pods: [of the current template, settled]
@@ -2831,7 +2842,7 @@ def test_the_status_counts_nodes_lists_failures_and_keeps_foreign_conditions():
     expected = """
         observedGeneration: 1
         nodes: {desired: 2, ready: 1, updated: 2, failing: 1}
-        failures: [{node: n2, pod: p2, reason: CrashLoopBackOff, message: exit code 1}]
+        failures: [{node: n2, pod: p97, reason: CrashLoopBackOff, message: exit code 1}]
         conditions:
         - {type: Approved, status: "True"}
         - type: Ready
@@ -2902,6 +2913,7 @@ def test_a_daemonset_of_another_owner_counts_for_nothing():
       changes: {status: {currentNumberScheduled: 1}}
       steady: 10
     one pod settles after the other: {pods: [unready, young], seconds: 1}
+    the DaemonSet is not ours: {pods: [young], changes: {metadata: {ownerReferences: null}}}
     blocked: {pods: [], blocked: 60, seconds: 60}
     blocked while a pod settles: {pods: [young], blocked: 60, seconds: 1}
     """,
@@ -2980,6 +2992,7 @@ def test_the_server_certificate_is_checked_the_way_kubectl_does_it(secure, host,
     path = authority() / "config"  # next to the files that it names
     api = connect(write_kubeconfig(path, "x", {"x": cluster}, {"token": "sked"}))
     assert call_fails(api, words) if words else api.request("GET", A_LIST)
+    assert api.pool.ca_certs is None  # no connection loads them again
 
 
 CREDENTIAL = {"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential"}
@@ -3184,7 +3197,7 @@ def reflect(
 
     def follow(*_, **__):
         clock.return_value += seconds
-        return contextlib.nullcontext(watch)
+        return (event for event in watch)
 
     operator.stop.is_set.side_effect = [False] * len(lists) + [True]
     operator.api.request.side_effect = lists
@@ -3331,9 +3344,12 @@ def waits_after(mocker: Any, outcomes: list) -> list[float]:
     return [call.args[1] for call in add.call_args_list]
 
 
-@pytest.mark.parametrize("status, longest", [(500, 60), (0, 8), (502, 8), (503, 8), (504, 8)])
+@pytest.mark.parametrize(
+    "status, longest", [(500, 60), (0, 8), (502, 8), (503, 8), (504, 8), ("bug", 300)]
+)
 def test_a_failing_key_backs_off_exponentially_until_it_succeeds(mocker, status, longest):
-    outcomes = [sked.ApiError(status, "no")] * 10 + [math.inf, ValueError("bug")]
+    bug = ValueError("bug")
+    outcomes = [bug if status == "bug" else sked.ApiError(status, "no")] * 10 + [math.inf, bug]
     doubling = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
     expected = [min(wait, longest) for wait in doubling] + [math.inf, 1]
     assert waits_after(mocker, outcomes) == expected
@@ -3736,6 +3752,8 @@ def test_repairs_are_paced_after_six_and_the_fight_is_over_after_a_quiet_minute(
         memory.repaired("an edit")
     with pytest.raises(sked.Blocked):
         memory.check_pause("")
+    memory.wrote_something_new()
+    memory.check_pause("")
 
 
 def test_a_wish_that_is_refused_for_15_s_pauses_for_as_long_and_another_one_does_not(mocker):
@@ -3763,6 +3781,18 @@ def test_a_wish_that_is_refused_for_15_s_pauses_for_as_long_and_another_one_does
     memory.check_pause("this")
 
 
+def test_the_first_refusal_of_a_write_that_only_undoes_an_edit_has_not_lasted():
+    memory = sked.Memory("u-1")
+    memory.rejected("", "not now", at_once=False)
+    memory.check_pause("")
+
+
+def test_a_refusal_is_no_fight():
+    memory = sked.Memory("u-1")
+    memory.rejected("this", "no pods today", at_once=True)
+    assert not memory.is_fighting()
+
+
 def test_a_refusal_after_an_outage_has_not_lasted(mocker):
     clock = mocker.patch.object(sked, "monotonic", return_value=100.0)
     key, memory = ("tools", "x"), sked.Memory("u-1")
@@ -3772,6 +3802,16 @@ def test_a_refusal_after_an_outage_has_not_lasted(mocker):
     memory.rejected("this", "not now", at_once=False)
     operator.queue.add(key)
     operator.process(operator.queue.get(mocker.Mock()))
+    clock.return_value = 999.0
+    memory.rejected("this", "not now", at_once=False)
+    memory.check_pause("this")
+
+
+def test_a_refusal_before_the_last_write_has_not_lasted(mocker):
+    clock = mocker.patch.object(sked, "monotonic", return_value=100.0)
+    memory = sked.Memory("u-1")
+    memory.rejected("this", "not now", at_once=False)
+    memory.wrote_daemonset(STORED, sked.NO_STAMP)
     clock.return_value = 999.0
     memory.rejected("this", "not now", at_once=False)
     memory.check_pause("this")
@@ -3802,6 +3842,16 @@ def test_a_generation_that_was_foreseen_too_high_hides_no_edit():
     memory.wrote_daemonset(answer, sked.stamp_of(answer))
     edited = merge(answer, {"metadata": {"generation": 2}})
     assert memory.stamp_to_trust(edited).generation == 1
+
+
+def test_the_stamp_of_a_daemonset_that_was_found_as_it_should_be_is_known_if_it_is_lost(mocker):
+    key = ("tools", "scx-rusty")
+    operator = sked.Operator(mocker.MagicMock())
+    operator.schedexts.objects[key] = merge(given(), {"metadata": {"resourceVersion": "1"}})
+    operator.daemonsets.objects[key] = stamped(STORED)
+    operator.reconcile(key)
+    without = noted(stamped(STORED), None)
+    assert operator.memories[key].stamp_to_trust(without) == sked.stamp_of(stamped(STORED))
 
 
 def test_what_another_sked_has_stamped_is_believed():
@@ -3986,6 +4036,10 @@ def test_hanging_events_delay_nothing_else(world, server):
     """
     a pool appears: {new: {labels: pool=a}, woken: {it: 0, plain: 0, zone: 0}}
     a pool is deleted: {old: {labels: pool=a}, woken: {it: 0, plain: 1, zone: 1}}
+    a pool is about to be deleted:
+      old: {labels: pool=a}
+      new: {labels: pool=a, generation: 2, leaving: true}
+      woken: {it: 0, plain: 0, zone: 0}
     a pool gets other nodes:
       old: {labels: pool=a}
       new: {labels: pool=b, generation: 2}
@@ -4164,6 +4218,9 @@ def test_an_operator_ends_if_it_is_stopped_before_its_caches_are_filled(world, s
     missing = server.fault("GET", "/pods", None)
     world.begin()
     eventually(lambda: missing.hits)
+    spent = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - spent < 0.15  # they wait without a busy loop
     world.stop()  # waits until its workers have ended
 
 
@@ -4310,6 +4367,40 @@ def test_a_leader_whose_lease_is_taken_exits(server, mocker):
         sked.Elector(connect(server.kubeconfig("sked")), "sked-system").run(operator)
     operator.start.assert_called_once()
     assert lease(server)["holderIdentity"] == "another"
+
+
+def test_a_leader_that_stops_renewing_writes_nothing_more(mocker):
+    clock = mocker.patch.object(sked, "monotonic", return_value=100.0)
+    mocker.patch.object(sked.os, "_exit", side_effect=SystemExit)
+    elector = sked.Elector(mocker.Mock(), "sked-system")
+    elector.has_led, elector.renewed_at = True, 100.0
+    operator = sked.Operator(mocker.Mock(), elector=elector)
+    operator.write("POST", "/in-time", {})
+    clock.return_value += sked.RENEW_DEADLINE_SECONDS
+    with pytest.raises(SystemExit):
+        operator.write("POST", "/late", {})
+    operator.api.request.assert_called_once()
+
+
+def test_trouble_with_the_lease_is_logged_unless_another_replica_was_faster(mocker, caplog):
+    caplog.set_level("INFO")
+    operator = mocker.Mock(faults=sked.Faults())
+    operator.stop.is_set.side_effect = [False] * 3 + [True]
+    elector = sked.Elector(mocker.Mock(), "sked-system")
+    outcomes = [sked.ApiError(409, "too late"), sked.ApiError(0, "down"), None]
+    mocker.patch.object(elector, "take", side_effect=outcomes)
+    elector.run(operator)
+    assert caplog.messages[1:] == ["down; trying again", ENDED]
+    assert operator.beat.call_count == 3
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_the_lease_is_handed_over_only_if_all_work_has_ended(server, mocker, is_idle):
+    operator = mocker.Mock(**{"queue.close.return_value": is_idle})
+    operator.stop.is_set.side_effect = [False, True]
+    elector = sked.Elector(connect(server.kubeconfig("sked")), "sked-system")
+    elector.run(operator)
+    assert lease(server)["holderIdentity"] == ("" if is_idle else elector.identity)
 
 
 @pytest.mark.parametrize("year", [2001, 2099])
@@ -4494,6 +4585,13 @@ def test_a_renewed_metrics_certificate_is_served(world, server):
     assert shown == (server.folder / "tls.crt").read_text()
 
 
+def test_a_certificate_of_our_own_goes_with_the_process(tmp_path):
+    program = f"import os, sked; sked.tempfile.tempdir = {str(tmp_path)!r}\n"
+    program += "print(*sorted(os.listdir(sked.self_signed())))"
+    assert python("-c", program) == "tls.crt tls.key\n"
+    assert list(tmp_path.iterdir()) == []
+
+
 # ---------------------------------------------------------------- the command line
 
 
@@ -4588,6 +4686,7 @@ def test_certificates_are_not_checked_as_strictly_as_python_3_13_would(mocker):
     """
     switched on: [--leader-elect, leader_elect, true]
     T for true: [--leader-elect=T, leader_elect, true]
+    in a word: [--leader-elect=true, leader_elect, true]
     0 for false: [--metrics-secure=0, metrics_secure, false]
     without effect:
     - "--enable-http2=true --zap-devel --zap-encoder=json --zap-log-level=5
@@ -4702,6 +4801,7 @@ def test_render_names_stdin_and_the_line_that_is_no_yaml():
 def test_an_interrupted_render_of_stdin_says_how_stdin_ends(mocker, file, hint):
     mocker.patch.object(sked, "render", side_effect=KeyboardInterrupt)
     assert sked.main([f"--render={file}"]) == f"sked: interrupted{hint}"
+    assert logging.Formatter.converter is time.gmtime  # the log says Z
 
 
 @cases(
