@@ -683,7 +683,7 @@ class Observed(NamedTuple):
     stamp: Stamp  # of the DaemonSet
     pods: list[Pod]  # of the DaemonSet
     winners: list[dict]  # the SchedExts that it yields to
-    is_contested: bool = False  # others keep changing the DaemonSet, and sked is backing off
+    is_fighting: bool = False  # others keep changing the DaemonSet, and sked is backing off
 
 
 def pod_spec(daemonset: dict) -> dict:
@@ -831,7 +831,7 @@ def plan(observed: Observed) -> dict | None:
     elif is_edited:
         # With another strategy, the controller may have replaced pods already.
         parked = old.parked and have["spec"]["updateStrategy"]["type"] == "OnDelete"
-        if wish != old.wish and moves(have, wanted) and not observed.is_contested:
+        if wish != old.wish and moves(have, wanted) and not observed.is_fighting:
             # Other nodes are wanted, too, but what was edited cannot be parked: its pods may have
             # been replaced. So only undo the edit now. The empty wish makes the next pass move the
             # DaemonSet. In a fight, it would be edited again by then.

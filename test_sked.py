@@ -2206,13 +2206,13 @@ def planned(
     have: dict | None,
     pools: Iterable[str] = (),
     pods: Iterable[str] = (),
-    is_contested: bool = False,
+    is_fighting: bool = False,
     **spec: Any,
 ) -> dict | None:
     """What sked would write if this SchedExt, which yields to these pools, has this DaemonSet."""
     winners = [for_nodes(labels, "pool") for labels in pools]
     stamp = sked.stamp_of(have) if have else sked.NO_STAMP
-    seen = sked.Observed(given(**spec), have, stamp, pods_of(pods), winners, is_contested)
+    seen = sked.Observed(given(**spec), have, stamp, pods_of(pods), winners, is_fighting)
     return sked.plan(seen)
 
 
@@ -2544,7 +2544,7 @@ def test_an_edit_of_the_placement_is_undone_although_the_pool_that_came_is_gone_
 
 def test_a_pool_does_not_wait_for_the_end_of_a_fight():
     have = merge(changed("spec.minReadySeconds", 5, stamped(STORED)), LATER)
-    target = planned(have, ["pool=latency"], ["settled", "settled"], is_contested=True)
+    target = planned(have, ["pool=latency"], ["settled", "settled"], is_fighting=True)
     assert terms(target) == ["pool!=latency"]
 
 
