@@ -86,7 +86,7 @@ Key = tuple[str, str]
 API_VERSION = "sked.schedkit.io/v1"
 OURS = {"managed-by": "sked-controller"}  # the label of every DaemonSet and pod that sked makes
 SELECT_OURS = "managed-by=sked-controller"
-FIELD_MANAGER = "sked"  # our name in managedFields: the API server takes it from the User-Agent
+FIELD_MANAGER = "sked"  # our name in managedFields
 GATHER_SECONDS = 1.0  # changes are batched for this long before a status is written
 BLOCKED_SECONDS = 60.0  # how soon sked looks again at what only someone else can fix
 
@@ -1696,10 +1696,8 @@ class Memory:
 
     def stamp_to_trust(self, daemonset: dict) -> Stamp:
         """The stamp on the DaemonSet, unless we know better."""
-        if is_copy(daemonset):
-            return NO_STAMP
         if daemonset["metadata"]["uid"] != self.uid:
-            return stamp_of(daemonset)
+            return NO_STAMP if is_copy(daemonset) else stamp_of(daemonset)
         there = stamp_of(daemonset)
         is_ours = there._replace(generation=self.stamp.generation) == self.stamp
         if is_ours or there == NO_STAMP or not self.stamp_sticks:
@@ -2075,7 +2073,8 @@ class Operator:
         if self.elector:
             self.elector.exit_if_lost()
         # Skipping field validation spares the API server a second decoding.
-        return self.api.request(method, path, body, timeout, fieldValidation="Ignore")
+        query = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Ignore"}
+        return self.api.request(method, path, body, timeout, **query)
 
 
 def spawn(run: Callable[[], None], name: str) -> threading.Thread:
