@@ -174,7 +174,7 @@ def pairs_of(schedext: dict) -> Pairs:
 
 
 def precedence(schedext: dict) -> tuple:
-    """Sorts the winner first: more pairs, then the older one, then by namespace and name."""
+    """Sort key, the winner first: more pairs, then the older one, then by namespace and name."""
     created = metadata_of(schedext).get("creationTimestamp") or "not yet"  # after every timestamp
     return -len(selector_of(schedext)), str(created), key_of(schedext)
 
@@ -212,8 +212,8 @@ def affinity(mine: Pairs, winners: list[dict]) -> dict | None:
     """What keeps pods off the nodes of the winners. A suspended winner keeps its nodes, too.
 
     Beside winners with {a: 1, b: 2} and {c: 3}, a SchedExt for all nodes gets those where
-    "not a=1 and not c=3" or "not b=2 and not c=3": a node is free if of each winner it lacks one
-    pair, so there is a term (terms are ORed) for each way to pick one pair of every winner.
+    "not a=1 and not c=3" or "not b=2 and not c=3": a node is free if, for each winner, it lacks
+    one pair, so there is a term (terms are ORed) for each way to pick one pair of every winner.
     """
     extras = {pairs_of(winner) - mine for winner in winners}
     if not extras:
@@ -403,7 +403,7 @@ def build_daemonset(schedext: dict, yields_to: Iterable[dict] = ()) -> dict:
 
 
 def without_blanks(fields: dict) -> dict:
-    """Without those that are empty, false or 0: if they are absent, that means the same."""
+    """Without fields that are empty, false or 0: leaving these out means the same."""
     return {field: value for field, value in fields.items() if value}
 
 
@@ -429,7 +429,7 @@ def counts_of(daemonset: dict) -> Counts:
 
 
 def generation_of(daemonset: dict) -> int:
-    """The API server counts here how often the spec has changed, starting at 1."""
+    """The API server's count of changes of the spec, starting at 1."""
     return daemonset["metadata"]["generation"]
 
 
@@ -469,7 +469,7 @@ class Pod(NamedTuple):
     name: str
     node: str
     revision: str  # of the template that it was made from
-    template_generation: str  # the same as a number: a DaemonSet shows only this one of its own
+    template_generation: str  # the same, as a number: the DaemonSet itself carries only this one
     started: str  # when its containers started, by the node's clock; empty unless all of them run
     is_up: bool  # all of sked's containers are running and ready
     up_since: float | None  # when it came up, by monotonic(); None until it does
@@ -621,7 +621,7 @@ class Stamp(NamedTuple):
     If it has another generation, someone else has edited it since.
     """
 
-    wish: str  # hash of what build_daemonset made; empty if the write only undid an edit
+    wish: str  # hash of what build_daemonset made; empty if a write put off a new placement
     runs: str  # hash of the part of it that pods must restart for
     parked: bool
     generation: int  # that the write gives to the DaemonSet; plan has to foresee it
@@ -724,7 +724,7 @@ def is_rolled_out(daemonset: dict, pods: list[Pod]) -> bool:
     """Whether all pods are of the current template.
 
     Either the counts say so, and leave out no pod (misscheduled: on a lost or tainted node), or all
-    pods are of one revision, which is known to be the current one.
+    pods are of one revision, and it is the current one: the counts or one of the pods say so.
     """
     counts = counts_of(daemonset)
     if not pods and not counts.current and not counts.misscheduled:
@@ -745,7 +745,7 @@ def moves(have: dict, wanted: dict) -> bool:
 
 
 def needs_parking(observed: Observed, wanted: dict) -> bool:
-    """Whether a change for which no pod must restart has to be written parked, to keep the pods.
+    """Whether a change that needs no restart must be written parked, so that it causes none.
 
     Raises Blocked until the controller has observed the last change.
     """
@@ -767,7 +767,7 @@ def by_name(containers: list) -> dict:
 
 
 def set_fields(target: dict, wanted: dict, fields: Iterable[str]) -> None:
-    """Make these fields of target as wanted. One that is not wanted is removed."""
+    """Set these fields of target to what is wanted, and remove those that are not wanted."""
     for field in fields:
         if field in wanted:
             target[field] = wanted[field]
@@ -788,7 +788,7 @@ def merged_metadata(have: dict, wanted: dict) -> dict:
 def merged_spec(have: dict, wanted: dict, parked: bool, with_template: bool) -> dict:
     """The spec in which the fields that sked owns are as wanted. All others stay.
 
-    Without the template, only the placement in it is made as wanted: then the rest stays as
+    Without the template, only its placement is set: then the rest stays as
     admission made it, and no pod must restart.
     """
     spec = copy.deepcopy(have)
@@ -838,7 +838,8 @@ def plan(observed: Observed) -> dict | None:
             wish = ""
             set_fields(pod_spec(wanted), pod_spec(have), PLACEMENT_FIELDS)
     elif wish == old.wish:
-        # Parking ends when all pods are of the current template: then none would restart.
+        # Parking ends when all pods, if there are any, are of the current template: then it would
+        # restart none of them.
         is_over = observed.pods and is_observed(have) and is_rolled_out(have, observed.pods)
         parked = old.parked and not is_over
     else:
@@ -847,9 +848,10 @@ def plan(observed: Observed) -> dict | None:
     if is_edited or (wish, runs, parked) != (old.wish, old.runs, old.parked):
         spec = merged_spec(spec, wanted["spec"], parked, with_template=is_edited or must_restart)
     if spec != have["spec"] and not is_edited:
-        # This write should raise the generation. One that undoes an edit may change nothing, so it
-        # stamps the generation that is there: too low is safe, because it reads as an edit, while
-        # too high would hide the next edit. write_daemonset stamps again if this guess is wrong.
+        # This write should raise the generation. One that undoes an edit may differ only in what
+        # the API server then defaults again, so it stamps the generation that is there: too low is
+        # safe, because it reads as an edit, while too high would hide the next edit.
+        # write_daemonset stamps again if this guess is wrong.
         generation += 1
     target = have | {"metadata": merged_metadata(have, wanted), "spec": spec}
     target = with_stamp(target, Stamp(wish, runs, parked, generation))
@@ -857,8 +859,8 @@ def plan(observed: Observed) -> dict | None:
 
 
 def is_repair(have: dict, old: Stamp, new: Stamp) -> bool:
-    """Whether a write restores what sked wanted before, because someone else has changed it. Ending
-    parking does not."""
+    """Whether a write undoes someone else's change: of the spec (is_edited), or of label, owner or
+    stamp. A write that only ends parking does not."""
     is_edited = generation_of(have) != old.generation
     return new.wish in (old.wish, "") and (is_edited or old.parked == new.parked)
 
@@ -1337,7 +1339,7 @@ class Reflector:
                 version = self.watch_from(version or self.list_all())
             except ApiError as error:
                 version = ""
-                # For a watch, 404 and 410 are not faults: the next list finds out what is wrong.
+                # A 404 or 410 of a watch is no fault: list again. (list_all reports its own 404.)
                 if error.status not in (404, 410):
                     self.operator.faults.report(self.name, str(error))
             except Exception:
@@ -1699,9 +1701,10 @@ class Memory:
         if daemonset["metadata"]["uid"] != self.uid:
             return NO_STAMP if is_copy(daemonset) else stamp_of(daemonset)
         there = stamp_of(daemonset)
+        # Is it ours, but perhaps for a generation that plan guessed wrong?
         is_ours = there._replace(generation=self.stamp.generation) == self.stamp
         if is_ours or there == NO_STAMP or not self.stamp_sticks:
-            return self.stamp  # the generation on the DaemonSet may be one that plan guessed
+            return self.stamp
         return there  # our last write succeeded, but its answer was lost
 
     def rejected(self, wish: str, message: str, at_once: bool) -> None:
@@ -1773,7 +1776,7 @@ EVENT_SECONDS = 0.9  # for sending an event, so that one that hangs does not del
 
 
 class Faults:
-    """The present trouble with the API server of each reflector, each key and the lease."""
+    """Current trouble with the API server, by reflector, key or lease."""
 
     def __init__(self) -> None:
         self.messages = {}
@@ -1857,7 +1860,7 @@ class Operator:
                     memory.refused = NOT_REFUSED  # an outage ends a run of refusals
                 self.queue.failed(key, "outage", RECONNECT_SECONDS)
             else:
-                # The next look asks the API server, because the key has failed.
+                # As the key has failed, find_daemonset asks the API server next.
                 is_cache_behind = error.status in (404, 409)
                 result = "requeue" if is_cache_behind else "error"
                 times = self.queue.failed(key, "refusal", BLOCKED_SECONDS, at_once=is_cache_behind)
@@ -1947,7 +1950,7 @@ class Operator:
         """Write what is planned, and report it."""
         schedext, have, memory = observed.schedext, observed.daemonset, self.memories[key]
         old, new = observed.stamp, stamp_of(target)
-        # After a failure, for instance to write the status, a refusal may be over by now.
+        # If writing the status failed, too, this refusal is not in it, and may be over by now.
         if memory.pause.reason != "Rejected" or not self.queue.has_failed(key):
             memory.check_pause(new.wish)
         if have:
@@ -1957,7 +1960,8 @@ class Operator:
         answer = self.apply(key, have, target)
         try:
             if generation_of(answer) != new.generation:  # plan foresaw another one
-                self.apply(key, answer, with_stamp(answer, memory.stamp))
+                new = new._replace(generation=generation_of(answer))
+                self.apply(key, answer, with_stamp(answer, new))
         finally:
             self.report_write(key, observed, answer, repairs)
 
