@@ -3663,7 +3663,7 @@ def test_a_stamp_that_could_not_be_corrected_at_once_is_no_second_repair(world, 
 
     mocker.patch.object(world.operator, "write", side_effect=conflict)
     world.drift(in_template(hostPID=True))
-    eventually(lambda: len(paths), 3)
+    eventually(lambda: len(paths), at_least(3))  # more if a new status is faster
     eventually(world.is_idle)
     assert world.is_stamped()
     assert len(drift_events(server)) == world.operator.memories[world.ns, "x"].repairs == 1
