@@ -27,10 +27,11 @@ Words used throughout, with examples:
     parked      a DaemonSet whose last change affected only its placement: sked has set the
                 strategy OnDelete, so that no pod restarts on a node that keeps its scheduler
 
-Three rules keep it simple:
+Four rules keep it simple:
     Only keys travel through the queue. reconcile looks at what there is, not at what woke it.
     Each cache has one writer, its reflector. What sked writes comes back through the watch.
-    sked does not act on a DaemonSet older than its own last write, and never deletes anything.
+    sked does not act on a DaemonSet older than its own last write.
+    sked never deletes anything.
 """
 
 from __future__ import annotations
@@ -397,8 +398,8 @@ def build_daemonset(schedext: dict, yields_to: Iterable[dict] = ()) -> dict:
         "metadata": without_blanks(metadata),
         "spec": without_blanks(daemonset_spec),
     }
-    # A copy, which shares nothing with us or the SchedExt. str: YAML may have parsed an unquoted
-    # string as a date.
+    # A copy, which shares nothing with us or the SchedExt. default=str: YAML may have parsed an
+    # unquoted string as a date.
     return json.loads(json.dumps(daemonset, default=str))
 
 
@@ -788,8 +789,8 @@ def merged_metadata(have: dict, wanted: dict) -> dict:
 def merged_spec(have: dict, wanted: dict, parked: bool, with_template: bool) -> dict:
     """The spec in which the fields that sked owns are as wanted. All others stay.
 
-    Without the template, only its placement is set: then the rest stays as
-    admission made it, and no pod must restart.
+    Without the template, only its placement is set: then the rest stays as admission made it, and
+    no pod must restart.
     """
     spec = copy.deepcopy(have)
     template, pod = spec["template"], spec["template"]["spec"]
