@@ -1133,6 +1133,7 @@ LEASES = "/apis/coordination.k8s.io/v1{}/leases"
 CONNECT_SECONDS = 10.0
 REQUEST_SECONDS = 30.0  # for everything but a watch
 WATCH_SECONDS = 240  # after this the API server ends a watch
+CREDENTIAL_SECONDS = 1.0  # how often to ask for them: the package takes 10 % of a request for that
 POOL_CONNECTIONS = 12  # more than the threads that usually talk to the API server
 
 
@@ -1205,6 +1206,7 @@ class Api:
     def connect(self) -> None:
         """Read the configuration, with its credentials and certificates, and start anew."""
         self.must_connect = True  # before the next request, unless all of this succeeds
+        self.log_in_at = 0.0
         configuration = self.configure()
         configuration.retries = False
         configuration.connection_pool_maxsize = POOL_CONNECTIONS
@@ -1218,6 +1220,17 @@ class Api:
         self.configuration = configuration
         self.host = configuration.host
         self.must_connect = False
+
+    def log_in(self) -> None:
+        """Let the package renew the credentials if they are about to expire."""
+        with package_errors() as errors:
+            credentials = self.configuration.auth_settings().values()
+        if errors:  # auth_settings() has run the credential plugin, which failed
+            self.connect()  # fails with the name of the plugin, or has new credentials
+            credentials = self.configuration.auth_settings().values()
+        self.headers = {"User-Agent": f"{FIELD_MANAGER}/{__version__}"}
+        self.headers |= {credential["key"]: credential["value"] for credential in credentials}
+        self.log_in_at = monotonic() + CREDENTIAL_SECONDS
 
     def get(self, path: str, timeout: float | None = None) -> dict | None:
         """An object, or None if it does not exist."""
@@ -1260,14 +1273,9 @@ class Api:
             with self.lock:  # so that a plugin that renews the credentials runs once
                 if self.must_connect:
                     self.connect()
-                with package_errors() as errors:
-                    credentials = self.configuration.auth_settings().values()
-                if errors:  # auth_settings() has run the credential plugin, which failed
-                    self.connect()  # fails with the name of the plugin, or has new credentials
-                    credentials = self.configuration.auth_settings().values()
-                pool, base = self.pool, self.base
-            headers = {"User-Agent": f"{FIELD_MANAGER}/{__version__}"}
-            headers |= {credential["key"]: credential["value"] for credential in credentials}
+                if monotonic() > self.log_in_at:
+                    self.log_in()
+                pool, base, headers = self.pool, self.base, self.headers.copy()
             kind = "merge-patch+json" if method == "PATCH" else "json"
             headers["Content-Type"] = f"application/{kind}"
             try:
@@ -1432,10 +1440,13 @@ class SchedExts(Reflector):
     def changed(self, old: dict | None, new: dict | None) -> None:
         """Queue the SchedExt and, if its claim to nodes is new or gone, those that yield to it.
 
-        What changes only its status, as our own writes do, can wait.
+        If only its status is new, that can wait, and if sked has written it, there is no need.
         """
+        key = key_of(new or old)
         is_status = bool(old and new) and generation_of(old) == generation_of(new)
-        self.operator.queue.add(key_of(new or old), GATHER_SECONDS if is_status else 0.0)
+        memory = self.operator.memories.get(key)
+        if not (is_status and memory and memory.status == new["status"]):
+            self.operator.queue.add(key, GATHER_SECONDS if is_status else 0.0)
         if old and new and claim_of(old) == claim_of(new):
             return
         if not self.filled.is_set():
@@ -1642,19 +1653,6 @@ QUIET_SECONDS = 60.0  # after this long without a repair, a fight is over
 PATIENCE_SECONDS = 10.0  # a refusal that has lasted this long belongs in the status
 
 
-class Pause(NamedTuple):
-    """A wish that must not be written again yet. Another wish need not wait."""
-
-    wish: str
-    until: float  # by monotonic()
-    reason: str  # for the status
-    message: str
-
-
-NO_PAUSE = Pause("", 0.0, "", "")
-NOT_REFUSED = (None, 0.0)  # a wish, and since when it has been refused, by monotonic()
-
-
 class Memory:
     """What sked remembers of one SchedExt. The stamp and the status hold what a restart needs."""
 
@@ -1665,15 +1663,17 @@ class Memory:
         self.generation = 0
         self.stamp = NO_STAMP
         self.stamp_sticks = True  # False if something strips the stamp from what we write
-        # Trouble with writing it:
-        self.refused = NOT_REFUSED
+        # Trouble with writing it, by monotonic():
+        self.refused_since: float | None = None
         self.repairs = 0  # of what others changed, in a row
-        self.pause = NO_PAUSE
+        self.paused_until = 0.0  # before the next repair
+        self.pause_message = ""
         # The status:
+        self.status: dict | None = None  # as we last wrote it
         self.next_status = 0.0  # the earliest time for another write of it
         self.counts: tuple | None = None  # of the DaemonSet, as last seen
         self.counts_since = 0.0
-        self.has_warned = False  # since it was last ready
+        self.last_warning = ""  # the message of the last event, until it is ready again
 
     def wrote(self) -> None:
         """Note a write, of the DaemonSet or of the status."""
@@ -1690,7 +1690,7 @@ class Memory:
         self.uid = daemonset["metadata"]["uid"]
         self.generation = generation_of(daemonset)
         self.stamp = stamp._replace(generation=self.generation)
-        self.refused = NOT_REFUSED
+        self.refused_since = None
 
     def is_ahead_of(self, daemonset: dict) -> bool:
         """Whether this copy of the DaemonSet is older than our last write."""
@@ -1708,16 +1708,12 @@ class Memory:
             return self.stamp
         return there  # our last write succeeded, but its answer was lost
 
-    def rejected(self, wish: str, message: str, at_once: bool) -> None:
-        """Note a refusal. If it has lasted, or at_once, pause for as long as it has lasted."""
+    def refused(self) -> float:
+        """Note a refusal. Returns for how many seconds it has lasted."""
         now = monotonic()
-        last_wish, since = self.refused
-        if wish != last_wish:
-            since = now
-        self.refused = wish, since
-        if at_once or now - since >= PATIENCE_SECONDS:
-            wait = max(GATHER_SECONDS, min(now - since, BLOCKED_SECONDS))
-            self.pause = Pause(wish, now + wait, "Rejected", message)
+        if self.refused_since is None:
+            self.refused_since = now
+        return now - self.refused_since
 
     def repaired(self, drift: str) -> None:
         """Note what our last write undid; empty if it was nothing that sked owns.
@@ -1726,30 +1722,30 @@ class Memory:
         but it waits longer each time, until no repair has been needed for a minute, or something
         new has been written.
         """
-        if monotonic() > self.pause.until + QUIET_SECONDS:  # until: at least the last repair
+        if monotonic() > self.paused_until + QUIET_SECONDS:
             self.repairs = 0
         self.repairs += 1
         too_many = self.repairs - QUICK_REPAIRS
-        until = monotonic() + (backoff(too_many, RETRY_SECONDS) if too_many > 0 else 0.0)
-        message = (
+        pause = backoff(too_many, RETRY_SECONDS) if too_many > 0 else 0.0
+        self.paused_until = monotonic() + pause
+        self.pause_message = (
             "the DaemonSet is being changed again and again, and sked is backing off; the last "
             f"time, {drift or 'the change was to fields that sked does not own'}"
         )
-        self.pause = Pause(self.stamp.wish, until, "RollingOut", message)
 
     def wrote_something_new(self) -> None:
         self.repairs = 0
-        self.pause = NO_PAUSE
+        self.paused_until = 0.0
 
     def is_fighting(self) -> bool:
         """Whether others keep changing the DaemonSet, and sked is backing off."""
-        return self.repairs > QUICK_REPAIRS and monotonic() < self.pause.until
+        return monotonic() < self.paused_until
 
     def check_pause(self, wish: str) -> None:
-        """Raise Blocked if it is too soon to write this wish again."""
-        wait = self.pause.until - monotonic()
-        if wish == self.pause.wish and wait > 0:
-            raise Blocked(self.pause.reason, self.pause.message, wait)
+        """Raise Blocked if it is too soon to repair the DaemonSet again. What is new can't wait."""
+        wait = self.paused_until - monotonic()
+        if wish == self.stamp.wish and wait > 0:
+            raise Blocked("RollingOut", self.pause_message, wait)
 
     def note_counts(self, counts: tuple, was_failing: bool) -> float:
         """Note the counts. Returns for how many seconds they have been the same.
@@ -1858,7 +1854,7 @@ class Operator:
             if error.is_outage():
                 self.faults.report(who, str(error))  # logged once, however many keys it affects
                 if memory := self.memories.get(key):
-                    memory.refused = NOT_REFUSED  # an outage ends a run of refusals
+                    memory.refused_since = None  # an outage ends a run of refusals
                 self.queue.failed(key, "outage", RECONNECT_SECONDS)
             else:
                 # As the key has failed, find_daemonset asks the API server next.
@@ -1951,9 +1947,7 @@ class Operator:
         """Write what is planned, and report it."""
         schedext, have, memory = observed.schedext, observed.daemonset, self.memories[key]
         old, new = observed.stamp, stamp_of(target)
-        # If writing the status failed, too, this refusal is not in it, and may be over by now.
-        if memory.pause.reason != "Rejected" or not self.queue.has_failed(key):
-            memory.check_pause(new.wish)
+        memory.check_pause(new.wish)
         if have:
             repairs = is_repair(have, old, new)
         else:  # If there was a DaemonSet, someone has deleted it.
@@ -1975,7 +1969,7 @@ class Operator:
             else:
                 answer = trimmed(self.write("POST", path_to(DAEMONSETS, key[0]), target))
         except ApiError as error:
-            self.check_refusal(key, stamp_of(target).wish, error)
+            self.check_refusal(key, error)
             raise
         used_to_stick = memory.stamp_sticks
         memory.wrote_daemonset(answer, stamp_of(target))
@@ -1987,7 +1981,7 @@ class Operator:
             )
         return answer
 
-    def check_refusal(self, key: Key, wish: str, error: ApiError) -> None:
+    def check_refusal(self, key: Key, error: ApiError) -> None:
         """Raise Blocked if a refusal of the DaemonSet belongs in the status.
 
         Not if it says nothing about the DaemonSet: the API server is down or busy, a cache is
@@ -1997,10 +1991,11 @@ class Operator:
         is_ending = "is being terminated" in str(error)
         if error.is_outage() or error.status in (404, 409, 429) or is_ending:
             return
-        message = f"cannot apply the DaemonSet: {str(error)[:1000]}"
-        memory = self.memories[key]
-        memory.rejected(wish, message, at_once=error.status in (400, 422))
-        memory.check_pause(wish)  # raises Blocked if this refusal has led to a pause
+        lasted = self.memories[key].refused()
+        if lasted >= PATIENCE_SECONDS or error.status in (400, 422):
+            message = f"cannot apply the DaemonSet: {str(error)[:1000]}"
+            next_try = max(GATHER_SECONDS, min(lasted, BLOCKED_SECONDS))
+            raise Blocked("Rejected", message, next_try) from error
 
     def report_write(self, key: Key, observed: Observed, answer: dict, repairs: bool) -> None:
         """Log a write of the DaemonSet. If it repairs what others did, send an event."""
@@ -2036,6 +2031,7 @@ class Operator:
             if wait > 0:
                 return wait  # so that a rollout does not write the status for every pod
             path = path_to(SCHEDEXTS, *key, "status")
+            memory.status = status
             self.patch(path, schedext, schedext | {"status": status})
             memory.wrote()
             self.report_status(key, schedext, status)
@@ -2043,21 +2039,23 @@ class Operator:
         return max(GATHER_SECONDS, wait)  # no busy loop
 
     def report_status(self, key: Key, schedext: dict, status: dict) -> None:
-        """Log a new reason, and send an event if someone should be told."""
-        memory, ready = self.memories[key], condition(status, "Ready")
-        reason, message = ready["reason"], ready["message"]
-        old_reason = condition(schedext["status"], "Ready").get("reason")
-        if reason == old_reason:
+        """Log a new reason, and send an event if someone should be told something new."""
+        memory = self.memories[key]
+        old, new = condition(schedext["status"], "Ready"), condition(status, "Ready")
+        reason, message = new["reason"], new["message"]
+        if reason == old.get("reason"):
             return
-        memory.has_warned |= old_reason in WARNINGS  # after a restart, only the status knows
-        if reason in WARNINGS:
-            log.warning("%s/%s: %s: %s", *key, reason, message)
+        level = logging.WARNING if reason in WARNINGS else logging.INFO
+        log.log(level, "%s/%s: %s: %s", *key, reason, message)
+        if old.get("reason") in WARNINGS:  # after a restart, only the status knows
+            memory.last_warning = old["message"]
+        if reason in WARNINGS and message != memory.last_warning:
+            memory.last_warning = message
             self.send_event(schedext, "Warning", reason, message)
-            return
-        log.info("%s/%s: %s: %s", *key, reason, message)
-        if reason == "AllReady" and memory.has_warned:
-            memory.has_warned = False
+        if reason == "AllReady" and memory.last_warning:
             self.send_event(schedext, "Normal", reason, message)
+        if new["status"] == "True":
+            memory.last_warning = ""
 
     def send_event(self, schedext: dict, kind: str, reason: str, message: str) -> None:
         """Send an event. If that fails, nothing is lost: the log and the status say the same."""

@@ -3032,6 +3032,7 @@ def test_a_credential_plugin_that_is_not_there_when_the_token_expires_is_named(
     assert api.request("GET", A_LIST)
     plugin.rename(secure.folder / "away")
     counted = sked.METRICS.copy()
+    monkeypatch.setattr(sked, "monotonic", lambda: time.monotonic() + 2)
     assert call_fails(api, re.escape(f"credential plugin '{plugin}' failed: [Errno 2] No such"))
     assert counted == sked.METRICS  # nothing was sent
     assert caplog.messages == []
@@ -3260,6 +3261,22 @@ def test_watches_that_end_at_once_are_opened_less_and_less_often(mocker, caplog,
     _, found = reflect(mocker, [page()] * 9, events, 5)
     assert found[0] <= 1 and found[-1] > 5
     assert ("unexpected error" in caplog.text) is (events == [{"a": "bug"}])
+
+
+@pytest.mark.parametrize(
+    "written, is_looked_at",
+    [({"by": "sked"}, False), ({"by": "someone"}, True), (None, True)],
+    ids=["sked's own", "not the last one that sked wrote", "sked has written none"],
+)
+def test_a_status_that_sked_has_written_needs_no_second_look(mocker, written, is_looked_at):
+    operator = sked.Operator(mocker.Mock())
+    memory = operator.memories["tools", "scx-rusty"] = sked.Memory("u-1")
+    memory.status = written
+    old = given()
+    operator.schedexts.changed(old, old | {"status": {"by": "sked"}})
+    assert bool(operator.queue.due) is is_looked_at
+    operator.schedexts.changed(old, merge(old, LATER))
+    assert operator.queue.due
 
 
 def test_a_new_list_of_what_a_watch_has_brought_queues_nothing(mocker):
@@ -3528,11 +3545,11 @@ def test_a_refusal_is_reported_at_once_only_if_waiting_cannot_help(
     operator.memories[ONE] = sked.Memory("u-1")
     *first, last = [sked.ApiError(status, why) for status in refusals]
     for refusal in first:
-        operator.check_refusal(ONE, "w", refusal)
+        operator.check_refusal(ONE, refusal)
     clock.return_value += seconds
     reported = pytest.raises(sked.Blocked, match="cannot apply the DaemonSet: no")
     with reported if is_reported else contextlib.nullcontext():
-        operator.check_refusal(ONE, "w", last)
+        operator.check_refusal(ONE, last)
 
 
 def test_a_refusal_that_lasts_is_rejected_with_one_event_until_it_is_over(world, server):
@@ -3756,65 +3773,32 @@ def test_repairs_are_paced_after_six_and_the_fight_is_over_after_a_quiet_minute(
     memory.check_pause("")
 
 
-def test_a_wish_that_is_refused_for_15_s_pauses_for_as_long_and_another_one_does_not(mocker):
+def test_a_lasting_refusal_is_retried_after_as_long_as_it_has_lasted_but_within_a_minute(mocker):
     clock = mocker.patch.object(sked, "monotonic", return_value=100.0)
-    memory = sked.Memory("u-1")
-    memory.rejected("that", "never", at_once=True)
-    for clock.return_value, pause in (
-        (101.0, 0),
-        (110.0, 0),
-        (116.0, 15),
-        (131.0, 30),
-        (999.0, 60),
-    ):
-        memory.rejected("this", "no pods today", at_once=False)
-        memory.check_pause("that")
-        if not pause:
-            memory.check_pause("this")
-            continue
-        with pytest.raises(sked.Blocked, match="no pods today") as blocked:
-            memory.check_pause("this")
-        assert (blocked.value.reason, blocked.value.look_again) == ("Rejected", pause)
-    memory.saw_as_wanted(stamped(STORED), sked.stamp_of(stamped(STORED)))
-    clock.return_value = 2000.0
-    memory.rejected("this", "no pods today", at_once=False)  # for the first time since then
-    memory.check_pause("this")
-
-
-def test_the_first_refusal_of_a_write_that_only_undoes_an_edit_has_not_lasted():
-    memory = sked.Memory("u-1")
-    memory.rejected("", "not now", at_once=False)
-    memory.check_pause("")
-
-
-def test_a_refusal_is_no_fight():
-    memory = sked.Memory("u-1")
-    memory.rejected("this", "no pods today", at_once=True)
-    assert not memory.is_fighting()
-
-
-def test_a_refusal_after_an_outage_has_not_lasted(mocker):
-    clock = mocker.patch.object(sked, "monotonic", return_value=100.0)
-    key, memory = ("tools", "x"), sked.Memory("u-1")
     operator = sked.Operator(mocker.Mock())
-    operator.memories[key] = memory
-    mocker.patch.object(operator, "reconcile", side_effect=sked.ApiError(503, "down"))
-    memory.rejected("this", "not now", at_once=False)
-    operator.queue.add(key)
-    operator.process(operator.queue.get(mocker.Mock()))
-    clock.return_value = 999.0
-    memory.rejected("this", "not now", at_once=False)
-    memory.check_pause("this")
+    operator.memories[ONE] = sked.Memory("u-1")
+    for clock.return_value, pause in ((100.0, 1), (103.0, 3), (115.0, 15), (999.0, 60)):
+        with pytest.raises(sked.Blocked, match="no pods today") as blocked:
+            operator.check_refusal(ONE, sked.ApiError(422, "no pods today"))
+        assert (blocked.value.reason, blocked.value.look_again) == ("Rejected", pause)
 
 
-def test_a_refusal_before_the_last_write_has_not_lasted(mocker):
+@pytest.mark.parametrize("how", ["write", "look", "outage"])
+def test_a_refusal_has_not_lasted_if_something_else_came_in_between(mocker, how):
     clock = mocker.patch.object(sked, "monotonic", return_value=100.0)
-    memory = sked.Memory("u-1")
-    memory.rejected("this", "not now", at_once=False)
-    memory.wrote_daemonset(STORED, sked.NO_STAMP)
+    operator = sked.Operator(mocker.Mock())
+    memory = operator.memories[ONE] = sked.Memory("u-1")
+    assert memory.refused() == 0
     clock.return_value = 999.0
-    memory.rejected("this", "not now", at_once=False)
-    memory.check_pause("this")
+    if how == "write":
+        memory.wrote_daemonset(STORED, sked.NO_STAMP)
+    elif how == "look":
+        memory.saw_as_wanted(STORED, sked.NO_STAMP)
+    else:
+        mocker.patch.object(operator, "reconcile", side_effect=sked.ApiError(503, "down"))
+        operator.queue.add(ONE)
+        operator.process(operator.queue.get(mocker.Mock()))
+    assert memory.refused() == 0
 
 
 def test_a_refusal_that_is_over_never_reaches_the_status(world, server):
@@ -4017,6 +4001,36 @@ def test_each_problem_and_a_recovery_make_one_event_and_requested_changes_make_n
     world.expect("AllReady")
     eventually(world.is_idle)
     assert events_of(server) == [("Normal", "x", "AllReady"), *expected]
+
+
+@cases(
+    "statuses, events",
+    """
+    it flaps: {statuses: [NodesFailing a, RollingOut, NodesFailing a], events: [NodesFailing a]}
+    it fails in another way:
+      statuses: [NodesFailing a, RollingOut, NodesFailing b]
+      events: [NodesFailing a, NodesFailing b]
+    it recovers and fails again:
+      statuses: [NodesFailing a, AllReady, NodesFailing a]
+      events: [NodesFailing a, AllReady, NodesFailing a]
+    it is suspended and fails again:
+      statuses: [NodesFailing a, Suspended, NodesFailing a]
+      events: [NodesFailing a, NodesFailing a]
+    """,
+)
+def test_an_event_tells_something_new(mocker, statuses, events):
+    operator = sked.Operator(mocker.Mock())
+    operator.memories[ONE] = sked.Memory("u-1")
+    send_event = mocker.patch.object(operator, "send_event")
+    schedext = given()
+    for text in statuses:
+        reason, _, message = text.partition(" ")
+        state = str(reason in ("AllReady", "Suspended"))
+        ready = {"type": "Ready", "status": state, "reason": reason, "message": message}
+        operator.report_status(ONE, schedext, {"conditions": [ready]})
+        schedext |= {"status": {"conditions": [ready]}}
+    told = [" ".join(call.args[2:]).strip() for call in send_event.call_args_list]
+    assert told == events
 
 
 def test_hanging_events_delay_nothing_else(world, server):
