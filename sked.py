@@ -1526,20 +1526,18 @@ class WorkQueue:
             while not self.closed:
                 beat()
                 key, wait = self.next()
-                if key:
+                if wait <= 0:
                     del self.due[key]
                     self.busy.add(key)
                     self.condition.notify()  # wake another worker to wait for the next key
                     return key
-                self.condition.wait(wait)
+                self.condition.wait(min(wait, BEAT_SECONDS))
         return None
 
     def next(self) -> tuple[Key | None, float]:
-        """The key that is overdue the longest, or None and for how long to wait."""
-        waiting = [(when, key) for key, when in self.due.items() if key not in self.busy]
-        when, key = min(waiting, default=(inf, None))
-        wait = when - monotonic()
-        return (key, 0.0) if wait <= 0 else (None, min(wait, BEAT_SECONDS))
+        """The key that is due next, and in how many seconds: inf if there is none."""
+        key = min(self.due.keys() - self.busy, key=self.due.get, default=None)
+        return key, self.due.get(key, inf) - monotonic()
 
     def succeeded(self, key: Key, look_again: float) -> None:
         self.failures.pop(key, None)
