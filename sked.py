@@ -251,29 +251,32 @@ def not_in(pairs: Pairs) -> dict:
 # ---------------------------------------------------------------- the DaemonSet
 
 SCX, PROBE = "scx", "probe"  # the containers that sked puts into a pod
-FIELDS = {  # of a SchedExt's spec
-    "sched": str,
-    "nodeSelector": dict,
+# The fields of a SchedExt's spec. First those that are passed through as they are, by their place:
+DAEMONSET_FIELDS = {"updateStrategy": dict, "minReadySeconds": int}
+POD_FIELDS = {
     "tolerations": list,
     "priorityClassName": str,
     "imagePullSecrets": list,
     "hostPID": bool,
-    "imagePullPolicy": str,
+}
+CONTAINER_FIELDS = {
     "args": list,
     "env": list,
     "resources": dict,
+    "imagePullPolicy": str,
     "terminationMessagePolicy": str,
-    "updateStrategy": dict,
-    "minReadySeconds": int,
+}
+FIELDS = {
+    "sched": str,
+    "nodeSelector": dict,
     "suspend": bool,
     "hostPaths": list,
     "probeImage": str,
+    **DAEMONSET_FIELDS,
+    **POD_FIELDS,
+    **CONTAINER_FIELDS,
 }
 KINDS = {str: "text", dict: "a map", list: "a list", bool: "true or false", int: "a whole number"}
-# What is passed through as it is:
-DAEMONSET_FIELDS = ("updateStrategy", "minReadySeconds")
-POD_FIELDS = ("tolerations", "priorityClassName", "imagePullSecrets", "hostPID")
-CONTAINER_FIELDS = ("args", "env", "resources", "imagePullPolicy", "terminationMessagePolicy")
 # The probe asks the kernel whether a scheduler is attached. It is ready once one is, and ends when
 # none has been for 8 s (some re-attach on CPU hotplug). If none attaches within 30 s, the kubelet
 # ends it by SIGTERM, which PID 1 would ignore without a trap.
@@ -852,18 +855,86 @@ def plan(observed: Observed) -> dict | None:
         # This write should raise the generation. One that undoes an edit may differ only in what
         # the API server then defaults again, so it stamps the generation that is there: too low is
         # safe, because it reads as an edit, while too high would hide the next edit.
-        # write_daemonset stamps again if this guess is wrong.
+        # If this guess is wrong, the next pass corrects the stamp.
         generation += 1
     target = have | {"metadata": merged_metadata(have, wanted), "spec": spec}
     target = with_stamp(target, Stamp(wish, runs, parked, generation))
     return target if target != have else None
 
 
+# ---------------------------------------------------------------- what a write changed
+
+
+def merge_patch(before: dict, after: dict) -> dict:
+    """The JSON merge patch that turns one object into the other: null removes a field."""
+    patch = {}
+    for name in before | after:
+        old, new = before.get(name), after.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            if inner := merge_patch(old, new):
+                patch[name] = inner
+        elif new != old:
+            patch[name] = new
+    return patch
+
+
 def is_repair(have: dict, old: Stamp, new: Stamp) -> bool:
-    """Whether a write undoes someone else's change: of the spec (is_edited), or of label, owner or
-    stamp. A write that only ends parking does not."""
-    is_edited = generation_of(have) != old.generation
-    return new.wish in (old.wish, "") and (is_edited or old.parked == new.parked)
+    """Whether a write undoes what someone else has changed.
+
+    It does if it wants nothing new, and does more than end parking.
+    """
+    wants_nothing_new = new.wish in (old.wish, "")
+    only_ends_parking = old.parked and not new.parked and generation_of(have) == old.generation
+    return wants_nothing_new and not only_ends_parking
+
+
+def different_paths(before: Any, after: Any, path: str) -> Iterator[str]:
+    """Where two values differ. An empty one counts as none."""
+    if path.endswith(".containers"):
+        before, after = by_name(before), by_name(after)
+    if isinstance(before, dict) and isinstance(after, dict):
+        for name in sorted(before.keys() | after.keys()):
+            yield from different_paths(before.get(name), after.get(name), f"{path}.{name}")
+    elif before != after and (before or after):
+        yield path
+
+
+def changed_fields(before: dict, after: dict) -> list[str]:
+    """The paths at which two states of a DaemonSet differ, both as the API server gave them."""
+    paths = list(different_paths(before["spec"], after["spec"], "spec"))
+    for field, default in (("labels", {}), ("ownerReferences", [])):
+        old, new = before["metadata"].get(field, default), after["metadata"].get(field, default)
+        paths += different_paths(old, new, f"metadata.{field}")
+    if stamp_of(before) == NO_STAMP:
+        paths.append(f"metadata.annotations.{STAMP}")
+    return paths
+
+
+def last_editor(daemonset: dict) -> str:
+    """Who has changed it since our last write, as far as managedFields show.
+
+    A removed field leaves no trace there. Writers of the status do not count.
+    """
+    ours, theirs = "", ("", "")
+    for entry in daemonset["metadata"].get("managedFields", ()):
+        when, manager = entry.get("time", ""), entry.get("manager", "")
+        if manager == FIELD_MANAGER:
+            ours = max(ours, when)
+        elif not entry.get("subresource"):
+            theirs = max(theirs, (when, manager))
+    when, manager = theirs
+    return manager if manager and when >= ours else "an unknown client"
+
+
+def drift_message(observed: Observed, changes: list[str]) -> str:
+    """What a repair has undone; empty if it was nothing that sked owns."""
+    if not observed.daemonset:
+        return "the DaemonSet was deleted; sked has created it again"
+    if observed.stamp.parked:  # undoing an edit may also unpark it, which is sked's own change
+        changes = [path for path in changes if not path.startswith("spec.updateStrategy")]
+    if not changes:
+        return ""
+    return f"{last_editor(observed.daemonset)} changed {listed(changes)}; sked has reverted it"
 
 
 # ---------------------------------------------------------------- status
@@ -1133,7 +1204,7 @@ LEASES = "/apis/coordination.k8s.io/v1{}/leases"
 CONNECT_SECONDS = 10.0
 REQUEST_SECONDS = 30.0  # for everything but a watch
 WATCH_SECONDS = 240  # after this the API server ends a watch
-CREDENTIAL_SECONDS = 1.0  # how often to ask for them: the package takes 10 % of a request for that
+CREDENTIAL_SECONDS = 1.0  # how long they are kept: asking the package takes a quarter of a request
 POOL_CONNECTIONS = 12  # more than the threads that usually talk to the API server
 
 
@@ -1206,7 +1277,7 @@ class Api:
     def connect(self) -> None:
         """Read the configuration, with its credentials and certificates, and start anew."""
         self.must_connect = True  # before the next request, unless all of this succeeds
-        self.log_in_at = 0.0
+        self.headers_expire_at = 0.0
         configuration = self.configure()
         configuration.retries = False
         configuration.connection_pool_maxsize = POOL_CONNECTIONS
@@ -1221,8 +1292,8 @@ class Api:
         self.host = configuration.host
         self.must_connect = False
 
-    def log_in(self) -> None:
-        """Let the package renew the credentials if they are about to expire."""
+    def renew_headers(self) -> None:
+        """Ask the package for the credentials, which it renews when they are about to expire."""
         with package_errors() as errors:
             credentials = self.configuration.auth_settings().values()
         if errors:  # auth_settings() has run the credential plugin, which failed
@@ -1230,7 +1301,7 @@ class Api:
             credentials = self.configuration.auth_settings().values()
         self.headers = {"User-Agent": f"{FIELD_MANAGER}/{__version__}"}
         self.headers |= {credential["key"]: credential["value"] for credential in credentials}
-        self.log_in_at = monotonic() + CREDENTIAL_SECONDS
+        self.headers_expire_at = monotonic() + CREDENTIAL_SECONDS
 
     def get(self, path: str, timeout: float | None = None) -> dict | None:
         """An object, or None if it does not exist."""
@@ -1273,8 +1344,8 @@ class Api:
             with self.lock:  # so that a plugin that renews the credentials runs once
                 if self.must_connect:
                     self.connect()
-                if monotonic() > self.log_in_at:
-                    self.log_in()
+                if monotonic() > self.headers_expire_at:
+                    self.renew_headers()
                 pool, base, headers = self.pool, self.base, self.headers.copy()
             kind = "merge-patch+json" if method == "PATCH" else "json"
             headers["Content-Type"] = f"application/{kind}"
@@ -1344,15 +1415,14 @@ class Reflector:
         short_watches = 0  # in a row
         while not self.operator.stop.is_set():
             started = monotonic()
+            last_version, version = version, ""  # after an error: list
             try:
-                version = self.watch_from(version or self.list_all())
+                version = self.watch_from(last_version or self.list_all())
             except ApiError as error:
-                version = ""
-                # A 404 or 410 of a watch is no fault: list again. (list_all reports its own 404.)
+                # 404, 410: the watch cannot go on. No fault: the next list says if there is one.
                 if error.status not in (404, 410):
                     self.operator.faults.report(self.name, str(error))
             except Exception:
-                version = ""
                 log.exception("%s: unexpected error in the watch loop", self.name)
             if monotonic() > started + RECONNECT_SECONDS:
                 short_watches = 0
@@ -1454,10 +1524,10 @@ class SchedExts(Reflector):
         # Others leave the nodes of a new winner at once. They return to those of a deleted one a
         # moment later, when its pods have begun to end.
         delay = 0.0 if new else GATHER_SECONDS
-        states = [state for state in (old, new) if state]
-        for other in self.values():
-            if any(loses_to(other, state) for state in states):
-                self.operator.queue.add(key_of(other), delay)
+        for claimant in filter(None, (old, new)):
+            for other in self.values():
+                if loses_to(other, claimant):
+                    self.operator.queue.add(key_of(other), delay)
 
 
 def claim_of(schedext: dict) -> tuple:
@@ -1579,71 +1649,6 @@ class WorkQueue:
             return self.condition.wait_for(lambda: not self.busy, timeout)
 
 
-# ---------------------------------------------------------------- what a write changed
-
-
-def merge_patch(before: dict, after: dict) -> dict:
-    """The JSON merge patch that turns one object into the other: null removes a field."""
-    patch = {}
-    for name in before | after:
-        old, new = before.get(name), after.get(name)
-        if isinstance(old, dict) and isinstance(new, dict):
-            if inner := merge_patch(old, new):
-                patch[name] = inner
-        elif new != old:
-            patch[name] = new
-    return patch
-
-
-def different_paths(before: Any, after: Any, path: str) -> Iterator[str]:
-    """Where two values differ. An empty one counts as none."""
-    if path.endswith(".containers"):
-        before, after = by_name(before), by_name(after)
-    if isinstance(before, dict) and isinstance(after, dict):
-        for name in sorted(before.keys() | after.keys()):
-            yield from different_paths(before.get(name), after.get(name), f"{path}.{name}")
-    elif before != after and (before or after):
-        yield path
-
-
-def changed_fields(before: dict, after: dict) -> list[str]:
-    """The paths at which two states of a DaemonSet differ, both as the API server gave them."""
-    paths = list(different_paths(before["spec"], after["spec"], "spec"))
-    for field, default in (("labels", {}), ("ownerReferences", [])):
-        old, new = before["metadata"].get(field, default), after["metadata"].get(field, default)
-        paths += different_paths(old, new, f"metadata.{field}")
-    if stamp_of(before) == NO_STAMP:
-        paths.append(f"metadata.annotations.{STAMP}")
-    return paths
-
-
-def last_editor(daemonset: dict) -> str:
-    """Who has changed it since our last write, as far as managedFields show.
-
-    A removed field leaves no trace there. Writers of the status do not count.
-    """
-    ours, theirs = "", ("", "")
-    for entry in daemonset["metadata"].get("managedFields", ()):
-        when, manager = entry.get("time", ""), entry.get("manager", "")
-        if manager == FIELD_MANAGER:
-            ours = max(ours, when)
-        elif not entry.get("subresource"):
-            theirs = max(theirs, (when, manager))
-    when, manager = theirs
-    return manager if manager and when >= ours else "an unknown client"
-
-
-def drift_message(observed: Observed, changes: list[str]) -> str:
-    """What a repair has undone; empty if it was nothing that sked owns."""
-    if not observed.daemonset:
-        return "the DaemonSet was deleted; sked has created it again"
-    if observed.stamp.parked:  # undoing an edit may also unpark it, which is sked's own change
-        changes = [path for path in changes if not path.startswith("spec.updateStrategy")]
-    if not changes:
-        return ""
-    return f"{last_editor(observed.daemonset)} changed {listed(changes)}; sked has reverted it"
-
-
 # ---------------------------------------------------------------- what the process remembers
 
 QUICK_REPAIRS = 6  # made at once; after that it is a fight, and sked pauses between repairs
@@ -1658,7 +1663,6 @@ class Memory:
         self.schedext_uid = schedext_uid
         # The DaemonSet, as we last wrote it or found it as it should be:
         self.uid = ""
-        self.generation = 0
         self.stamp = NO_STAMP
         self.stamp_sticks = True  # False if something strips the stamp from what we write
         # Trouble with writing it, by monotonic():
@@ -1668,43 +1672,36 @@ class Memory:
         self.pause_message = ""
         # The status:
         self.status: dict | None = None  # as we last wrote it
-        self.next_status = 0.0  # the earliest time for another write of it
         self.counts: tuple | None = None  # of the DaemonSet, as last seen
         self.counts_since = 0.0
         self.last_warning = ""  # the message of the last event, until it is ready again
 
-    def wrote(self) -> None:
-        """Note a write, of the DaemonSet or of the status."""
-        self.next_status = monotonic() + GATHER_SECONDS
-
     def wrote_daemonset(self, answer: dict, stamp: Stamp) -> None:
         """Note the API server's answer to a write of the DaemonSet with this stamp."""
-        self.wrote()
         self.stamp_sticks = stamp_of(answer) == stamp
         self.saw_as_wanted(answer, stamp)
 
     def saw_as_wanted(self, daemonset: dict, stamp: Stamp) -> None:
         """Note a DaemonSet that is as sked wants it, with this stamp."""
         self.uid = daemonset["metadata"]["uid"]
-        self.generation = generation_of(daemonset)
-        self.stamp = stamp._replace(generation=self.generation)
+        self.stamp = stamp._replace(generation=generation_of(daemonset))
         self.refused_since = None
 
     def is_ahead_of(self, daemonset: dict) -> bool:
         """Whether this copy of the DaemonSet is older than our last write."""
         is_same = daemonset["metadata"]["uid"] == self.uid
-        return is_same and generation_of(daemonset) < self.generation
+        return is_same and generation_of(daemonset) < self.stamp.generation
 
     def stamp_to_trust(self, daemonset: dict) -> Stamp:
         """The stamp on the DaemonSet, unless we know better."""
-        if daemonset["metadata"]["uid"] != self.uid:
-            return NO_STAMP if is_copy(daemonset) else stamp_of(daemonset)
         there = stamp_of(daemonset)
-        # Is it ours, but perhaps for a generation that plan guessed wrong?
-        is_ours = there._replace(generation=self.stamp.generation) == self.stamp
-        if is_ours or there == NO_STAMP or not self.stamp_sticks:
-            return self.stamp
-        return there  # our last write succeeded, but its answer was lost
+        if daemonset["metadata"]["uid"] != self.uid:
+            return NO_STAMP if is_copy(daemonset) else there
+        if there == NO_STAMP or not self.stamp_sticks:
+            return self.stamp  # someone has removed it
+        if there._replace(generation=self.stamp.generation) == self.stamp:
+            return self.stamp  # it is our last one, perhaps with a generation that plan guessed
+        return there  # it is of a write of ours whose answer was lost
 
     def refused(self) -> float:
         """Note a refusal. Returns for how many seconds it has lasted."""
@@ -1713,23 +1710,24 @@ class Memory:
             self.refused_since = now
         return now - self.refused_since
 
-    def repaired(self, drift: str) -> None:
+    def repaired(self, drift: str) -> int:
         """Note what our last write undid; empty if it was nothing that sked owns.
 
         Another controller, webhook or script may keep setting another value. sked never gives up,
-        but it waits longer each time, until no repair has been needed for a minute, or something
-        new has been written.
+        but after some quick repairs it waits longer and longer, until no repair has been needed for
+        a minute, or something new has been written. Returns the number of such slow repairs.
         """
         if monotonic() > self.paused_until + QUIET_SECONDS:
             self.repairs = 0
         self.repairs += 1
-        too_many = self.repairs - QUICK_REPAIRS
-        pause = backoff(too_many, RETRY_SECONDS) if too_many > 0 else 0.0
+        slow_repairs = max(0, self.repairs - QUICK_REPAIRS)
+        pause = backoff(slow_repairs, RETRY_SECONDS) if slow_repairs else 0.0
         self.paused_until = monotonic() + pause
         self.pause_message = (
             "the DaemonSet is being changed again and again, and sked is backing off; the last "
             f"time, {drift or 'the change was to fields that sked does not own'}"
         )
+        return slow_repairs
 
     def wrote_something_new(self) -> None:
         self.repairs = 0
@@ -1951,12 +1949,7 @@ class Operator:
         else:  # If there was a DaemonSet, someone has deleted it.
             repairs = bool(memory.uid or schedext["status"].get("nodes", {}).get("desired"))
         answer = self.apply(key, have, target)
-        try:
-            if generation_of(answer) != new.generation:  # plan foresaw another one
-                new = new._replace(generation=generation_of(answer))
-                self.apply(key, answer, with_stamp(answer, new))
-        finally:
-            self.report_write(key, observed, answer, repairs)
+        self.report_write(key, observed, answer, repairs)
 
     def apply(self, key: Key, have: dict | None, target: dict) -> dict:
         """Create or patch the DaemonSet. Raises Blocked if a refusal belongs in the status."""
@@ -1999,16 +1992,15 @@ class Operator:
         """Log a write of the DaemonSet. If it repairs what others did, send an event."""
         have, memory = observed.daemonset, self.memories[key]
         changes = changed_fields(have, answer) if have else []
-        if have and not changes and observed.stamp == memory.stamp:
-            return  # only the stamp was written again, after a conflict
+        if have and not changes and observed.stamp != stamp_of(have):
+            return  # plan had foreseen another generation, and this write corrects the stamp
         if not repairs:
             memory.wrote_something_new()
             action = f"changed {listed(changes)} of" if changes else "stamped"
             log.info("%s/%s: %s the DaemonSet", *key, action if have else "created")
             return
         drift = drift_message(observed, changes)
-        memory.repaired(drift)
-        slow_repairs = memory.repairs - QUICK_REPAIRS
+        slow_repairs = memory.repaired(drift)
         if not drift or slow_repairs > 1:
             return  # there is nothing to tell, or the status tells about the fight
         if slow_repairs == 1:
@@ -2025,13 +2017,9 @@ class Operator:
         summary = summarize(observed, unchanged_for, monotonic())
         status = build_status(observed, summary, blocked, timestamp())
         if status != schedext["status"]:
-            wait = memory.next_status - monotonic()
-            if wait > 0:
-                return wait  # so that a rollout does not write the status for every pod
             path = path_to(SCHEDEXTS, *key, "status")
             memory.status = status
             self.patch(path, schedext, schedext | {"status": status})
-            memory.wrote()
             self.report_status(key, schedext, status)
         wait = next_change_in(summary, unchanged_for, blocked)
         return max(GATHER_SECONDS, wait)  # no busy loop
@@ -2045,15 +2033,16 @@ class Operator:
             return
         level = logging.WARNING if reason in WARNINGS else logging.INFO
         log.log(level, "%s/%s: %s: %s", *key, reason, message)
-        if old.get("reason") in WARNINGS:  # after a restart, only the status knows
-            memory.last_warning = old["message"]
-        if reason in WARNINGS and message != memory.last_warning:
-            memory.last_warning = message
-            self.send_event(schedext, "Warning", reason, message)
-        if reason == "AllReady" and memory.last_warning:
-            self.send_event(schedext, "Normal", reason, message)
-        if new["status"] == "True":
-            memory.last_warning = ""
+        warning = old["message"] if old.get("reason") in WARNINGS else memory.last_warning
+        if reason in WARNINGS:
+            if message != warning:
+                self.send_event(schedext, "Warning", reason, message)
+            warning = message
+        elif new["status"] == "True":
+            if reason == "AllReady" and warning:
+                self.send_event(schedext, "Normal", reason, message)
+            warning = ""
+        memory.last_warning = warning
 
     def send_event(self, schedext: dict, kind: str, reason: str, message: str) -> None:
         """Send an event. If that fails, nothing is lost: the log and the status say the same."""
@@ -2422,18 +2411,18 @@ def pod_namespace() -> str:
 def serve(args: argparse.Namespace, operator: Operator) -> None:
     """Start the HTTP servers that are asked for."""
     health = {"/healthz": healthz, "/readyz": readyz}
-    servers = [("--health-probe-bind-address", args.health_probe_bind_address, health, "")]
-    if args.metrics_bind_address != "0":
-        certificate = ""
-        if args.metrics_secure:
-            certificate = args.metrics_cert_dir or self_signed()
-            server_tls(certificate)  # so that a bad one shows at the start
-        pages = {"/metrics": metrics}
-        servers.append(("--metrics-bind-address", args.metrics_bind_address, pages, certificate))
-    for flag, address, pages, certificate in servers:
+    certificate = ""
+    if args.metrics_secure and args.metrics_bind_address != "0":
+        certificate = args.metrics_cert_dir or self_signed()
+        server_tls(certificate)  # so that a bad one shows at the start
+    for flag, address, pages, server_certificate in (
+        ("--health-probe-bind-address", args.health_probe_bind_address, health, ""),
+        ("--metrics-bind-address", args.metrics_bind_address, {"/metrics": metrics}, certificate),
+    ):
+        if address == "0":
+            continue
         try:
-            if address != "0":
-                Server(address, operator, pages, certificate)
+            Server(address, operator, pages, server_certificate)
         except OSError as error:
             problem = f"cannot listen on {address}: {error.strerror}"
             raise OSError(f"{problem}; choose another address with {flag}, or 0") from None

@@ -3731,10 +3731,12 @@ def test_a_fight_is_reported_paced_and_never_given_up_until_something_new_is_wan
     edit = in_template(hostPID=True)
     eventually(world.is_idle)
     world.set("backoff", lambda failures, most: most)  # a pause takes minutes
-    for _ in range(7):
+    for _ in range(6):
         world.drift(edit)
         eventually(lambda: world.made()["spec"], before)
         eventually(world.is_stamped)
+    world.drift(edit)
+    eventually(lambda: world.made()["spec"], before)
     world.drift(edit)
     said = "admin changed spec.template.spec.hostPID"
     status = f"sked is backing off; the last time, {said}; sked has reverted it"
@@ -3969,18 +3971,6 @@ def test_a_rollout_is_ready_when_it_is_complete(world, kubelets):
     assert world.nodes() == ready_on(40)
 
 
-def test_the_status_is_written_at_most_once_a_second(mocker):
-    clock = mocker.patch.object(sked, "monotonic", return_value=1000.0)
-    operator = sked.Operator(mocker.Mock())
-    operator.memories[ONE] = sked.Memory("u-1")
-    patch = mocker.patch.object(operator, "patch")
-    for seconds, writes, look_again in ((0.0, 1, math.inf), (0.75, 1, 0.25), (0.25, 2, math.inf)):
-        clock.return_value += seconds
-        seen = observed(["settled", "settled"])
-        assert operator.update_status(ONE, seen, None) == look_again
-        assert patch.call_count == writes
-
-
 def test_each_problem_and_a_recovery_make_one_event_and_requested_changes_make_none(
     world, server, fleet
 ):
@@ -4001,6 +3991,22 @@ def test_each_problem_and_a_recovery_make_one_event_and_requested_changes_make_n
     world.expect("AllReady")
     eventually(world.is_idle)
     assert events_of(server) == [("Normal", "x", "AllReady"), *expected]
+
+
+@pytest.mark.parametrize(
+    "old, new, seconds",
+    [
+        pytest.param(None, stamped(STORED), 1.0, id="it is created"),
+        pytest.param(stamped(STORED), None, 1.0, id="it is deleted"),
+        pytest.param(stamped(STORED), merge(stamped(STORED), {"status": {}}), 1.0, id="counts"),
+        pytest.param(stamped(STORED), merge(stamped(STORED), LATER), 0.0, id="an edit"),
+    ],
+)
+def test_news_of_a_daemonset_is_gathered_for_a_second_but_for_an_edit(mocker, old, new, seconds):
+    """So the status is written about once a second during a rollout."""
+    operator = mocker.Mock()
+    sked.DaemonSets(operator, "").changed(old, new)
+    operator.queue.add.assert_called_once_with(("tools", "scx-rusty"), seconds)
 
 
 @cases(
