@@ -3930,6 +3930,18 @@ def test_a_stamp_that_admission_strips_makes_no_busy_loop_and_one_log_line(
     assert caplog.text.count("something removes the annotation") == 1
 
 
+def test_a_label_that_admission_strips_makes_no_busy_loop_and_is_reported(world, server):
+    world.deploy()
+    eventually(world.is_idle)
+    server.webhook = admission(
+        "patch daemonsets", lambda obj: merge(obj, {"metadata": {"labels": {"managed-by": None}}})
+    )
+    world.set("backoff", lambda failures, most: most)  # a pause takes minutes
+    world.drift({"metadata": {"labels": {"a": "b"}}})
+    eventually(lambda: world.expect("RollingOut")["message"], contains("sked is backing off"))
+    assert world.written().count("patch daemonsets") == 7
+
+
 # ---------------------------------------------------------------- status on a cluster
 
 
