@@ -24,8 +24,8 @@ Words used throughout, with examples:
     winner      of two SchedExts that may meet on a node, the one that runs there; the other yields
     placement   which nodes a DaemonSet runs on: its nodeSelector and node affinity
     stamp       an annotation in which sked notes on the DaemonSet what it last wrote
-    parked      a DaemonSet whose last change affected only its placement: sked has set the
-                strategy OnDelete, so that no pod restarts on a node that keeps its scheduler
+    parked      a DaemonSet whose last change affected only its placement: its strategy is
+                OnDelete, so that no pod restarts on a node that keeps its scheduler
 
 Four rules keep it simple:
     Only keys travel through the queue. reconcile looks at what there is, not at what woke it.
@@ -99,7 +99,7 @@ class InvalidSpec(ValueError):
 
 
 class Blocked(Exception):
-    """Why the DaemonSet cannot be written, or not yet: reason and message for the status."""
+    """The DaemonSet cannot be written now: reason and message for the status."""
 
     def __init__(self, reason: str, message: str, look_again: float) -> None:
         super().__init__(message)
@@ -216,6 +216,7 @@ def affinity(mine: Pairs, winners: list[dict]) -> dict | None:
     "not a=1 and not c=3" or "not b=2 and not c=3": a node is free if, for each winner, it lacks
     one pair, so there is a term (terms are ORed) for each way to pick one pair of every winner.
     """
+    # None of them is empty: a winner with no pair of its own would be a twin.
     extras = {pairs_of(winner) - mine for winner in winners}
     if not extras:
         return None
@@ -223,7 +224,8 @@ def affinity(mine: Pairs, winners: list[dict]) -> dict | None:
     # the shortest first, so that there are few terms on the way
     for extra in sorted(extras, key=lambda pairs: (len(pairs), sorted(pairs))):
         # A term that has a pair of this winner excludes its nodes already.
-        terms = {term if term & extra else term | {pair} for term in terms for pair in extra}
+        done = {term for term in terms if term & extra}
+        terms = done | {term | {pair} for term in terms - done for pair in extra}
         if len(terms) > MAX_TERMS:  # before the next step, which takes quadratic time
             raise InvalidSpec(
                 "too many node pools: yielding to the SchedExts that win takes too many affinity "
@@ -472,8 +474,8 @@ class Pod(NamedTuple):
     daemonset_uid: str
     name: str
     node: str
-    revision: str  # of the template that it was made from
-    template_generation: str  # the same, as a number: the DaemonSet itself carries only this one
+    revision: str  # the hash of the template that it was made from
+    template_generation: str  # which change of the template that was: the DaemonSet counts them
     started: str  # when its containers started, by the node's clock; empty unless all of them run
     is_up: bool  # all of sked's containers are running and ready
     up_since: float | None  # when it came up, by monotonic(); None until it does
@@ -539,8 +541,8 @@ def probe_problem(probe: dict, where: str) -> Problem:
     return reason, message
 
 
-def probe_ended_later(scx: dict, probe: dict) -> bool:
-    """Whether scx runs, and had settled when the probe ended: then its own last crash is over."""
+def scx_had_settled(scx: dict, probe: dict) -> bool:
+    """Whether scx runs, and had settled when the probe ended."""
     started = scx["state"].get("running", {}).get("startedAt")
     ended = last_end(probe).get("finishedAt")  # null if the kubelet lost the container
     if not started or not ended:
@@ -558,15 +560,16 @@ def pod_problem(meta: dict, status: dict, containers: dict) -> Problem:
     where = f"-n {meta['namespace']} {meta['name']}"
     scx, probe = containers.get(SCX, {}), containers.get(PROBE, {})
     reason, message = container_problem(scx, where)
-    if reason and not probe_ended_later(scx, probe):
+    if reason and not scx_had_settled(scx, probe):
         return reason, message
+    # The last crash of scx, if there was one, is over.
     return probe_problem(probe, where)
 
 
 def came_up_at(started: str, is_up: bool, old: Pod | None, now: float) -> float | None:
     """When the containers of a pod came up, by monotonic(); None if they never did."""
-    if old and old.started == started and old.up_since is not None:
-        return old.up_since  # they have been running since, even if unready for a moment
+    if old and old.up_since is not None and old.started == started:
+        return old.up_since  # they have not restarted since, even if unready for a moment
     if not is_up:
         return None
     if old:
@@ -625,10 +628,10 @@ class Stamp(NamedTuple):
     If it has another generation, someone else has edited it since.
     """
 
-    wish: str  # hash of what build_daemonset made; empty if a write put off a new placement
+    wish: str  # hash of what build_daemonset made; empty if that is still to be written
     runs: str  # hash of the part of it that pods must restart for
     parked: bool
-    generation: int  # that the write gives to the DaemonSet; plan has to foresee it
+    generation: int  # the one that this write leads to
 
 
 NO_STAMP = Stamp("", "", False, 0)
@@ -636,7 +639,7 @@ NO_STAMP = Stamp("", "", False, 0)
 
 def stamp_of(daemonset: dict) -> Stamp:
     """NO_STAMP if there is none, or nonsense."""
-    text = daemonset["metadata"].get("annotations", {}).get(STAMP)
+    text = daemonset["metadata"].get("annotations", {}).get(STAMP, "")
     with suppress(TypeError, ValueError, RecursionError):  # anybody may have written anything
         stamp = Stamp(**json.loads(text))
         if [type(value) for value in stamp] == [str, str, bool, int]:
@@ -644,8 +647,8 @@ def stamp_of(daemonset: dict) -> Stamp:
     return NO_STAMP
 
 
-def is_copy(daemonset: dict) -> bool:
-    """Whether sked never wrote it: someone else has created it, perhaps from a copy of ours."""
+def is_never_written(daemonset: dict) -> bool:
+    """Whether sked never wrote it: then its stamp, if any, was copied from another DaemonSet."""
     writers = [entry.get("manager") for entry in daemonset["metadata"].get("managedFields", ())]
     return bool(writers) and FIELD_MANAGER not in writers
 
@@ -725,17 +728,15 @@ def revisions_of(pods: list[Pod]) -> set[str]:
 
 
 def is_rolled_out(daemonset: dict, pods: list[Pod]) -> bool:
-    """Whether all pods are of the current template.
-
-    Either the counts say so, and leave out no pod (misscheduled: on a lost or tainted node), or all
-    pods are of one revision, and it is the current one: the counts or one of the pods say so.
-    """
+    """Whether all pods are of the current template, also if there is none."""
     counts = counts_of(daemonset)
     if not pods and not counts.current and not counts.misscheduled:
-        return True  # pods to come will be of the current template
+        return True
     all_updated = 0 < counts.current == counts.updated
     if all_updated and not counts.misscheduled:
         return True
+    # The counts leave out pods on lost and tainted nodes, which are misscheduled. So all pods must
+    # be of one revision, and it must be the current one.
     annotations = daemonset["metadata"].get("annotations", {})
     current = annotations.get("deprecated.daemonset.template.generation")
     one_is_current = any(pod.template_generation == current for pod in pods)
@@ -749,7 +750,7 @@ def moves(have: dict, wanted: dict) -> bool:
 
 
 def needs_parking(observed: Observed, wanted: dict) -> bool:
-    """Whether a change that needs no restart must be written parked, so that it causes none.
+    """Whether sked must park the DaemonSet to write what is wanted, so that no pod restarts for it.
 
     Raises Blocked until the controller has observed the last change.
     """
@@ -757,12 +758,12 @@ def needs_parking(observed: Observed, wanted: dict) -> bool:
     if is_observed(have) and not pods and not any(counts_of(have)):
         return False  # no pod could restart
     if observed.stamp.parked:
-        return True  # its pods are still of an earlier template
+        return True  # its pods are of an earlier template; plan ends that when it can
     if not moves(have, wanted):
         return False  # the template stays as it is
     if not is_observed(have):
         raise Blocked("RollingOut", "waiting for the DaemonSet controller", GATHER_SECONDS)
-    # In the middle of a rollout, parking would leave the old pods as they are.
+    # Parking in the middle of a rollout would leave the old pods as they are.
     return is_rolled_out(have, pods)
 
 
@@ -810,8 +811,8 @@ def merged_spec(have: dict, wanted: dict, parked: bool, with_template: bool) -> 
         pod["containers"] = []
         for container in wanted_pod["containers"]:
             target = there.get(container["name"], {})
-            # Of the probe, sked owns every field that it sets.
-            set_fields(target, container, {*OWN_CONTAINER_FIELDS, *container})
+            # The second set is for the probe, of which sked owns every field.
+            set_fields(target, container, {*OWN_CONTAINER_FIELDS} | container.keys())
             pod["containers"].append(target)
     return spec
 
@@ -836,14 +837,13 @@ def plan(observed: Observed) -> dict | None:
         # With another strategy, the controller may have replaced pods already.
         parked = old.parked and have["spec"]["updateStrategy"]["type"] == "OnDelete"
         if wish != old.wish and moves(have, wanted) and not observed.is_fighting:
-            # Other nodes are wanted, too, but what was edited cannot be parked: its pods may have
-            # been replaced. So only undo the edit now. The empty wish makes the next pass move the
-            # DaemonSet. In a fight, it would be edited again by then.
+            # Other nodes are wanted, too, but the edit may have replaced pods, so parking is no
+            # longer possible. First undo only the edit, and leave the rest to the next pass. (In a
+            # fight, there would be another edit by then.)
             wish = ""
             set_fields(pod_spec(wanted), pod_spec(have), PLACEMENT_FIELDS)
     elif wish == old.wish:
-        # Parking ends when all pods, if there are any, are of the current template: then it would
-        # restart none of them.
+        # Parking ends once there are pods, and all of them are of the current template anyway.
         is_over = observed.pods and is_observed(have) and is_rolled_out(have, observed.pods)
         parked = old.parked and not is_over
     else:
@@ -852,10 +852,9 @@ def plan(observed: Observed) -> dict | None:
     if is_edited or (wish, runs, parked) != (old.wish, old.runs, old.parked):
         spec = merged_spec(spec, wanted["spec"], parked, with_template=is_edited or must_restart)
     if spec != have["spec"] and not is_edited:
-        # This write should raise the generation. One that undoes an edit may differ only in what
-        # the API server then defaults again, so it stamps the generation that is there: too low is
-        # safe, because it reads as an edit, while too high would hide the next edit.
-        # If this guess is wrong, the next pass corrects the stamp.
+        # The API server will raise it. Whether it will when an edit is undone is uncertain: the
+        # spec may differ only in defaults. Then the stamp keeps the lower number, which is safe: it
+        # reads as another edit, and the next pass corrects it. A higher one would hide an edit.
         generation += 1
     target = have | {"metadata": merged_metadata(have, wanted), "spec": spec}
     target = with_stamp(target, Stamp(wish, runs, parked, generation))
@@ -913,7 +912,7 @@ def changed_fields(before: dict, after: dict) -> list[str]:
 def last_editor(daemonset: dict) -> str:
     """Who has changed it since our last write, as far as managedFields show.
 
-    A removed field leaves no trace there. Writers of the status do not count.
+    They do not show who removed a field. Writers of the status do not count.
     """
     ours, theirs = "", ("", "")
     for entry in daemonset["metadata"].get("managedFields", ()):
@@ -954,7 +953,7 @@ class Summary(NamedTuple):
     lacking: int = 0  # those that have no pod
     failing_pods: tuple[Pod, ...] = ()  # sorted by node
     settling: int = 0  # pods that are up and have not settled
-    settles_in: float = inf  # seconds until the next pod has settled
+    next_settles_in: float = inf  # seconds until the next pod has settled
 
 
 def summarize(observed: Observed, unchanged_for: float, now: float) -> Summary:
@@ -981,13 +980,13 @@ def summarize(observed: Observed, unchanged_for: float, now: float) -> Summary:
         lacking=lacking,
         failing_pods=tuple(sorted(failing_pods, key=lambda pod: pod.node)),
         settling=settling,
-        settles_in=min((wait for wait in waits if wait > 0), default=inf),
+        next_settles_in=min((wait for wait in waits if wait > 0), default=inf),
     )
 
 
 def next_change_in(summary: Summary, unchanged_for: float, blocked: Blocked | None) -> float:
     """Seconds until time alone may change the status."""
-    waits = [summary.settles_in]
+    waits = [summary.next_settles_in]
     if blocked:
         waits.append(blocked.look_again)
     if summary.lacking and unchanged_for < SETTLE_SECONDS:
@@ -1276,7 +1275,7 @@ class Api:
 
     def connect(self) -> None:
         """Read the configuration, with its credentials and certificates, and start anew."""
-        self.must_connect = True  # before the next request, unless all of this succeeds
+        self.must_connect = True  # until all of this has succeeded
         self.headers_expire_at = 0.0
         configuration = self.configure()
         configuration.retries = False
@@ -1510,13 +1509,14 @@ class SchedExts(Reflector):
     def changed(self, old: dict | None, new: dict | None) -> None:
         """Queue the SchedExt and, if its claim to nodes is new or gone, those that yield to it.
 
-        If only its status is new, that can wait, and if sked has written it, there is no need.
+        If only its status is new, that can wait. If sked has written it, there is nothing to do.
         """
         key = key_of(new or old)
-        is_status = bool(old and new) and generation_of(old) == generation_of(new)
-        memory = self.operator.memories.get(key)
-        if not (is_status and memory and memory.status == new["status"]):
-            self.operator.queue.add(key, GATHER_SECONDS if is_status else 0.0)
+        same_spec = bool(old and new) and generation_of(old) == generation_of(new)
+        if not same_spec:
+            self.operator.queue.add(key, 0.0)
+        elif new["status"] != self.operator.last_status(key):
+            self.operator.queue.add(key, GATHER_SECONDS)
         if old and new and claim_of(old) == claim_of(new):
             return
         if not self.filled.is_set():
@@ -1696,7 +1696,7 @@ class Memory:
         """The stamp on the DaemonSet, unless we know better."""
         there = stamp_of(daemonset)
         if daemonset["metadata"]["uid"] != self.uid:
-            return NO_STAMP if is_copy(daemonset) else there
+            return NO_STAMP if is_never_written(daemonset) else there
         if there == NO_STAMP or not self.stamp_sticks:
             return self.stamp  # someone has removed it
         if there._replace(generation=self.stamp.generation) == self.stamp:
@@ -1823,6 +1823,11 @@ class Operator:
     def leads(self) -> bool:
         return not self.elector or self.elector.leads()
 
+    def last_status(self, key: Key) -> dict | None:
+        """The status that sked last wrote, if any."""
+        memory = self.memories.get(key)
+        return memory.status if memory else None
+
     def beat(self) -> None:
         """A sign of life of the thread that calls it."""
         self.beats[threading.current_thread()] = monotonic()
@@ -1853,7 +1858,6 @@ class Operator:
                     memory.refused_since = None  # an outage ends a run of refusals
                 self.queue.failed(key, "outage", RECONNECT_SECONDS)
             else:
-                # As the key has failed, find_daemonset asks the API server next.
                 is_cache_behind = error.status in (404, 409)
                 result = "requeue" if is_cache_behind else "error"
                 times = self.queue.failed(key, "refusal", BLOCKED_SECONDS, at_once=is_cache_behind)
@@ -1914,17 +1918,17 @@ class Operator:
     def find_daemonset(self, key: Key, schedext: dict) -> dict | None:
         """The DaemonSet, or None.
 
-        Usually the cache knows. We ask the API server after a failure, when the cache is older than
-        our own last write, when a DaemonSet that we made is missing (it may only have lost our
-        label), and when it has no owner. If it is then to be created or adopted, we make sure that
-        the SchedExt still exists: its deletion may not have reached the watch.
+        Usually the cache knows. sked asks the API server after a failure, when the cache is older
+        than its own last write, when a DaemonSet that it made is missing (which may only have lost
+        its label), and when one has no owner. Before it then creates or adopts one, it makes sure
+        that the SchedExt still exists: its deletion may not have reached the watch.
         """
         memory = self.memories[key]
         found = self.daemonsets.objects.get(key)
         if found:
             is_doubtful = not controller_of(found) or memory.is_ahead_of(found)
         else:
-            is_doubtful = bool(schedext["status"] or memory.uid)  # we may have made one
+            is_doubtful = bool(schedext["status"] or memory.uid)  # sked may have made one
         if not is_doubtful and not self.queue.has_failed(key):
             return found
         found = self.api.get(path_to(DAEMONSETS, *key))
@@ -1946,7 +1950,7 @@ class Operator:
         memory.check_pause(new.wish)
         if have:
             repairs = is_repair(have, old, new)
-        else:  # If there was a DaemonSet, someone has deleted it.
+        else:  # it repairs if there was one, which someone has deleted
             repairs = bool(memory.uid or schedext["status"].get("nodes", {}).get("desired"))
         answer = self.apply(key, have, target)
         self.report_write(key, observed, answer, repairs)
@@ -2083,8 +2087,10 @@ RENEW_DEADLINE_SECONDS = 10.0  # a leader that has not renewed for this long exi
 
 
 class Elector:
-    """Holds the Lease. Another replica's has expired once it has not changed for its duration, by
-    our clock."""
+    """Holds the Lease, or waits for it.
+
+    The Lease of another replica has expired when it has not changed for its duration, by our clock.
+    """
 
     def __init__(self, api: Api, namespace: str) -> None:
         self.api = api
