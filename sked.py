@@ -155,7 +155,7 @@ def backoff(failures: int, most: float) -> float:
 
 # ---------------------------------------------------------------- who runs on a node
 
-SUSPENDED = "sked.schedkit.io/suspended"  # a label that no node has, so nothing runs anywhere
+NOWHERE = "sked.schedkit.io/suspended"  # a label that no node has
 MAX_TERMS = 100  # of a node affinity
 
 Pairs = frozenset  # of (label, value): a selector, or a part of one
@@ -186,6 +186,7 @@ def loses_to(schedext: dict, other: dict) -> bool:
     for label, value in selector_of(schedext).items():
         if theirs.get(label, value) != value:
             return False  # no node has two values of one label
+    # The key: other may be a newer copy of the same SchedExt.
     return key_of(other) != key_of(schedext) and precedence(other) < precedence(schedext)
 
 
@@ -205,7 +206,7 @@ def placement(schedext: dict, winners: list[dict]) -> dict:
     """The nodeSelector and affinity of a SchedExt's pods."""
     selector = selector_of(schedext)
     if schedext["spec"].get("suspend") or twin_of(schedext, winners):
-        return {"nodeSelector": selector | {SUSPENDED: "true"}}
+        return {"nodeSelector": selector | {NOWHERE: "true"}}
     return {"nodeSelector": selector, "affinity": affinity(pairs_of(schedext), winners)}
 
 
@@ -216,7 +217,7 @@ def affinity(mine: Pairs, winners: list[dict]) -> dict | None:
     "not a=1 and not c=3" or "not b=2 and not c=3": a node is free if, for each winner, it lacks
     one pair, so there is a term (terms are ORed) for each way to pick one pair of every winner.
     """
-    # None of them is empty: a winner with no pair of its own would be a twin.
+    # None is empty: a winner has at least as many pairs, so without one of its own it is a twin.
     extras = {pairs_of(winner) - mine for winner in winners}
     if not extras:
         return None
@@ -447,8 +448,8 @@ def is_observed(daemonset: dict) -> bool:
 # ---------------------------------------------------------------- pods
 
 CRASHED = "CrashLoopBackOff"  # also used for a container that crashed and is running again
-# How long a pod must stay up before it counts as ready: one that cannot attach looks ready for two
-# seconds at every try.
+# How long a pod must stay up before it counts as ready: a scheduler that cannot attach runs for
+# about two seconds at every try, and looks ready meanwhile.
 SETTLE_SECONDS = 10.0
 CANNOT_RUN = (126, 127, 128)  # exit codes: the shell or the container runtime found no program
 
@@ -560,10 +561,10 @@ def pod_problem(meta: dict, status: dict, containers: dict) -> Problem:
     where = f"-n {meta['namespace']} {meta['name']}"
     scx, probe = containers.get(SCX, {}), containers.get(PROBE, {})
     reason, message = container_problem(scx, where)
-    if reason and not scx_had_settled(scx, probe):
-        return reason, message
-    # The last crash of scx, if there was one, is over.
-    return probe_problem(probe, where)
+    # If scx had settled since its last crash, it is the end of the probe that counts.
+    if not reason or scx_had_settled(scx, probe):
+        return probe_problem(probe, where)
+    return reason, message
 
 
 def came_up_at(started: str, is_up: bool, old: Pod | None, now: float) -> float | None:
@@ -735,8 +736,9 @@ def is_rolled_out(daemonset: dict, pods: list[Pod]) -> bool:
     all_updated = 0 < counts.current == counts.updated
     if all_updated and not counts.misscheduled:
         return True
-    # The counts leave out pods on lost and tainted nodes, which are misscheduled. So all pods must
-    # be of one revision, and it must be the current one.
+    # The counts leave out misscheduled pods, those on lost and tainted nodes. Then all pods must be
+    # alike (revision), and the counts or one of the pods must say that they are current. A pod of
+    # an older generation may be current, too: when the template was changed and changed back.
     annotations = daemonset["metadata"].get("annotations", {})
     current = annotations.get("deprecated.daemonset.template.generation")
     one_is_current = any(pod.template_generation == current for pod in pods)
@@ -756,7 +758,7 @@ def needs_parking(observed: Observed, wanted: dict) -> bool:
     """
     have, pods = observed.daemonset, observed.pods
     if is_observed(have) and not pods and not any(counts_of(have)):
-        return False  # no pod could restart
+        return False  # no pod could restart, so this also ends parking
     if observed.stamp.parked:
         return True  # its pods are of an earlier template; plan ends that when it can
     if not moves(have, wanted):
@@ -837,9 +839,10 @@ def plan(observed: Observed) -> dict | None:
         # With another strategy, the controller may have replaced pods already.
         parked = old.parked and have["spec"]["updateStrategy"]["type"] == "OnDelete"
         if wish != old.wish and moves(have, wanted) and not observed.is_fighting:
-            # Other nodes are wanted, too, but the edit may have replaced pods, so parking is no
-            # longer possible. First undo only the edit, and leave the rest to the next pass. (In a
-            # fight, there would be another edit by then.)
+            # Other nodes are wanted, too, but it is too late for parking: pods may have been
+            # replaced after the edit. So undo the edit, but keep the placement that is there, and
+            # note no wish: then the next pass, which can park, writes the new placement in any
+            # case. (In a fight, there would be another edit by then.)
             wish = ""
             set_fields(pod_spec(wanted), pod_spec(have), PLACEMENT_FIELDS)
     elif wish == old.wish:
@@ -852,9 +855,10 @@ def plan(observed: Observed) -> dict | None:
     if is_edited or (wish, runs, parked) != (old.wish, old.runs, old.parked):
         spec = merged_spec(spec, wanted["spec"], parked, with_template=is_edited or must_restart)
     if spec != have["spec"] and not is_edited:
-        # The API server will raise it. Whether it will when an edit is undone is uncertain: the
-        # spec may differ only in defaults. Then the stamp keeps the lower number, which is safe: it
-        # reads as another edit, and the next pass corrects it. A higher one would hide an edit.
+        # A guess: the API server should raise it. If an edit is undone, it may not, as the spec may
+        # differ only in defaults, and a number that is too high could hide an edit. One that is too
+        # low is safe: if sked restarts now, it takes its own write for an edit. Memory gets the
+        # true number from the answer, and the next pass corrects the stamp.
         generation += 1
     target = have | {"metadata": merged_metadata(have, wanted), "spec": spec}
     target = with_stamp(target, Stamp(wish, runs, parked, generation))
@@ -880,7 +884,7 @@ def merge_patch(before: dict, after: dict) -> dict:
 def is_repair(have: dict, old: Stamp, new: Stamp) -> bool:
     """Whether a write undoes what someone else has changed.
 
-    It does if it wants nothing new, and does more than end parking.
+    It does if it wants nothing new (plan: an empty wish), and does more than end parking.
     """
     wants_nothing_new = new.wish in (old.wish, "")
     only_ends_parking = old.parked and not new.parked and generation_of(have) == old.generation
@@ -889,7 +893,7 @@ def is_repair(have: dict, old: Stamp, new: Stamp) -> bool:
 
 def different_paths(before: Any, after: Any, path: str) -> Iterator[str]:
     """Where two values differ. An empty one counts as none."""
-    if path.endswith(".containers"):
+    if path == "spec.template.spec.containers":
         before, after = by_name(before), by_name(after)
     if isinstance(before, dict) and isinstance(after, dict):
         for name in sorted(before.keys() | after.keys()):
@@ -905,7 +909,7 @@ def changed_fields(before: dict, after: dict) -> list[str]:
         old, new = before["metadata"].get(field, default), after["metadata"].get(field, default)
         paths += different_paths(old, new, f"metadata.{field}")
     if stamp_of(before) == NO_STAMP:
-        paths.append(f"metadata.annotations.{STAMP}")
+        paths.append(f"metadata.annotations.{STAMP}")  # it was removed
     return paths
 
 
@@ -971,7 +975,7 @@ def summarize(observed: Observed, unchanged_for: float, now: float) -> Summary:
     missing = lacking if unchanged_for >= SETTLE_SECONDS else 0
     return Summary(
         desired=counts.desired,
-        # The smaller one: pods on lost nodes may look up. For a moment it may be too low.
+        # The smaller one: pods on lost nodes may still count as up. It may be too low for a moment.
         ready=max(0, min(len(up), counts.ready) - settling),
         # Parked pods are of an earlier template, but run what is wanted.
         updated=counts.current if observed.stamp.parked else counts.updated,
@@ -1070,8 +1074,8 @@ def ready_reason(observed: Observed, summary: Summary) -> Problem:
         return "NoNodes", no_nodes_message(schedext, winners)
     if summary.failing:
         return "NodesFailing", failing_message(observed, summary)
-    is_mixed = len(revisions_of(observed.pods)) > 1
-    if summary.ready < desired or not parked and (summary.updated < desired or is_mixed):
+    is_mixed = len(revisions_of(observed.pods)) > 1 and not parked
+    if summary.ready < desired or summary.updated < desired or is_mixed:
         return "RollingOut", rolling_message(observed, summary)
     message = f"running on {desired} of {desired} nodes"
     if parked:
@@ -1414,9 +1418,9 @@ class Reflector:
         short_watches = 0  # in a row
         while not self.operator.stop.is_set():
             started = monotonic()
-            last_version, version = version, ""  # after an error: list
+            resume_at, version = version, ""  # it stays empty if there is an error
             try:
-                version = self.watch_from(last_version or self.list_all())
+                version = self.watch_from(resume_at or self.list_all())
             except ApiError as error:
                 # 404, 410: the watch cannot go on. No fault: the next list says if there is one.
                 if error.status not in (404, 410):
@@ -1659,8 +1663,8 @@ PATIENCE_SECONDS = 10.0  # a refusal that has lasted this long belongs in the st
 class Memory:
     """What sked remembers of one SchedExt. The stamp and the status hold what a restart needs."""
 
-    def __init__(self, schedext_uid: str) -> None:
-        self.schedext_uid = schedext_uid
+    def __init__(self, schedext: dict) -> None:
+        self.schedext_uid = schedext["metadata"]["uid"]
         # The DaemonSet, as we last wrote it or found it as it should be:
         self.uid = ""
         self.stamp = NO_STAMP
@@ -1668,13 +1672,15 @@ class Memory:
         # Trouble with writing it, by monotonic():
         self.refused_since: float | None = None
         self.repairs = 0  # of what others changed, in a row
-        self.paused_until = 0.0  # before the next repair
+        self.paused_until = 0.0  # the time of the last repair and the pause after it
         self.pause_message = ""
         # The status:
         self.status: dict | None = None  # as we last wrote it
         self.counts: tuple | None = None  # of the DaemonSet, as last seen
         self.counts_since = 0.0
-        self.last_warning = ""  # the message of the last event, until it is ready again
+        ready = condition(schedext["status"], "Ready")  # sked may have restarted
+        self.was_failing = ready.get("reason") == "NodesFailing"
+        self.last_warning = ready["message"] if ready.get("reason") in WARNINGS else ""
 
     def wrote_daemonset(self, answer: dict, stamp: Stamp) -> None:
         """Note the API server's answer to a write of the DaemonSet with this stamp."""
@@ -1743,15 +1749,15 @@ class Memory:
         if wish == self.stamp.wish and wait > 0:
             raise Blocked("RollingOut", self.pause_message, wait)
 
-    def note_counts(self, counts: tuple, was_failing: bool) -> float:
+    def note_counts(self, counts: tuple) -> float:
         """Note the counts. Returns for how many seconds they have been the same.
 
-        If the status says NodesFailing when we first see them, they count as old enough: a restart
-        of sked does not hide a failure for 10 s.
+        If the status says NodesFailing when sked starts, they count as old enough: a restart of
+        sked does not hide a failure for 10 s.
         """
         now = monotonic()
         if counts != self.counts:
-            has_lasted = self.counts is None and was_failing
+            has_lasted = self.counts is None and self.was_failing
             self.counts = counts
             self.counts_since = now - SETTLE_SECONDS if has_lasted else now
         return now - self.counts_since
@@ -1886,7 +1892,7 @@ class Operator:
             return inf
         uid = schedext["metadata"]["uid"]
         if key not in self.memories or self.memories[key].schedext_uid != uid:
-            self.memories[key] = Memory(uid)
+            self.memories[key] = Memory(schedext)
         observed = self.observe(key, schedext)
         blocked = None
         try:
@@ -1996,8 +2002,9 @@ class Operator:
         """Log a write of the DaemonSet. If it repairs what others did, send an event."""
         have, memory = observed.daemonset, self.memories[key]
         changes = changed_fields(have, answer) if have else []
-        if have and not changes and observed.stamp != stamp_of(have):
-            return  # plan had foreseen another generation, and this write corrects the stamp
+        is_correction = have and not changes and observed.stamp != stamp_of(have)
+        if is_correction:  # only of the generation in the stamp
+            return
         if not repairs:
             memory.wrote_something_new()
             action = f"changed {listed(changes)} of" if changes else "stamped"
@@ -2015,9 +2022,8 @@ class Operator:
     def update_status(self, key: Key, observed: Observed, blocked: Blocked | None) -> float:
         """Write the status if it differs. Returns the seconds until another look is due."""
         schedext, daemonset, memory = observed.schedext, observed.daemonset, self.memories[key]
-        was_failing = condition(schedext["status"], "Ready").get("reason") == "NodesFailing"
         counts = counts_of(daemonset)[:3] if daemonset else ()  # desired, current and updated
-        unchanged_for = memory.note_counts(counts, was_failing)
+        unchanged_for = memory.note_counts(counts)
         summary = summarize(observed, unchanged_for, monotonic())
         status = build_status(observed, summary, blocked, timestamp())
         if status != schedext["status"]:
@@ -2031,22 +2037,20 @@ class Operator:
     def report_status(self, key: Key, schedext: dict, status: dict) -> None:
         """Log a new reason, and send an event if someone should be told something new."""
         memory = self.memories[key]
-        old, new = condition(schedext["status"], "Ready"), condition(status, "Ready")
+        new = condition(status, "Ready")
         reason, message = new["reason"], new["message"]
-        if reason == old.get("reason"):
+        if reason == condition(schedext["status"], "Ready").get("reason"):
             return
         level = logging.WARNING if reason in WARNINGS else logging.INFO
         log.log(level, "%s/%s: %s: %s", *key, reason, message)
-        warning = old["message"] if old.get("reason") in WARNINGS else memory.last_warning
         if reason in WARNINGS:
-            if message != warning:
+            if message != memory.last_warning:
                 self.send_event(schedext, "Warning", reason, message)
-            warning = message
+            memory.last_warning = message
         elif new["status"] == "True":
-            if reason == "AllReady" and warning:
+            if reason == "AllReady" and memory.last_warning:
                 self.send_event(schedext, "Normal", reason, message)
-            warning = ""
-        memory.last_warning = warning
+            memory.last_warning = ""
 
     def send_event(self, schedext: dict, kind: str, reason: str, message: str) -> None:
         """Send an event. If that fails, nothing is lost: the log and the status say the same."""
@@ -2147,9 +2151,9 @@ class Elector:
         spec = self.lease.get("spec") or {}
         holder = spec.get("holderIdentity")
         if holder != self.identity:
-            self.renewed_at = None
             expires_at = self.observed_at + spec.get("leaseDurationSeconds", LEASE_SECONDS)
             if holder and sent_at < expires_at:
+                self.renewed_at = None
                 return  # another replica leads
             transitions = spec.get("leaseTransitions", -1) + 1
             spec = spec | {"acquireTime": now, "leaseTransitions": transitions}

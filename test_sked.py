@@ -2416,9 +2416,9 @@ def test_a_stamp_that_is_missing_or_nonsense_is_none_and_a_new_one_restarts_nobo
 def test_a_stamp_is_not_believed_on_a_copy_that_someone_else_has_created():
     have = stamped(STORED)
     have["metadata"]["managedFields"] = [{"manager": "sked"}, {"manager": "kubectl-edit"}]
-    assert sked.Memory("u-1").stamp_to_trust(have) == sked.stamp_of(have)
+    assert sked.Memory(given()).stamp_to_trust(have) == sked.stamp_of(have)
     have["metadata"]["managedFields"] = [{"manager": "kubectl-replace"}]
-    assert sked.Memory("u-1").stamp_to_trust(have) == sked.NO_STAMP
+    assert sked.Memory(given()).stamp_to_trust(have) == sked.NO_STAMP
 
 
 @cases(
@@ -2674,6 +2674,14 @@ def test_the_last_editor_is_neither_sked_nor_a_writer_of_the_status(writes, edit
 def test_an_editor_may_have_no_time_or_no_name():
     for entry, editor in (({"manager": "old"}, "old"), ({"time": NOW}, "an unknown client")):
         assert sked.last_editor({"metadata": {"managedFields": [entry]}}) == editor
+
+
+def test_a_label_named_containers_is_compared_as_any_other():
+    before = merge(STORED, {"metadata": {"labels": {"containers": "a", "x.containers": "b"}}})
+    after = merge(STORED, {"metadata": {"labels": {"containers": "c", "x.containers": "b"}}})
+    stamp = {"metadata": {"annotations": {STAMP_ANNOTATION: json.dumps(STAMP)}}}
+    changes = sked.changed_fields(merge(before, stamp), merge(after, stamp))
+    assert changes == ["metadata.labels.containers"]
 
 
 # ---------------------------------------------------------------- status
@@ -3270,7 +3278,7 @@ def test_watches_that_end_at_once_are_opened_less_and_less_often(mocker, caplog,
 )
 def test_a_status_that_sked_has_written_needs_no_second_look(mocker, written, is_looked_at):
     operator = sked.Operator(mocker.Mock())
-    memory = operator.memories["tools", "scx-rusty"] = sked.Memory("u-1")
+    memory = operator.memories["tools", "scx-rusty"] = sked.Memory(given())
     memory.status = written
     old = given()
     operator.schedexts.changed(old, old | {"status": {"by": "sked"}})
@@ -3542,7 +3550,7 @@ def test_a_refusal_is_reported_at_once_only_if_waiting_cannot_help(
 ):
     clock = mocker.patch.object(sked, "monotonic", return_value=100.0)
     operator = sked.Operator(mocker.Mock())
-    operator.memories[ONE] = sked.Memory("u-1")
+    operator.memories[ONE] = sked.Memory(given())
     *first, last = [sked.ApiError(status, why) for status in refusals]
     for refusal in first:
         operator.check_refusal(ONE, refusal)
@@ -3754,7 +3762,7 @@ def test_a_fight_is_reported_paced_and_never_given_up_until_something_new_is_wan
 def test_repairs_are_paced_after_six_and_the_fight_is_over_after_a_quiet_minute(mocker):
     clock = mocker.patch.object(sked, "monotonic", return_value=100.0)
     mocker.patch.object(sked, "backoff", lambda failures, most: 10.0 * failures)
-    memory = sked.Memory("u-1")
+    memory = sked.Memory(given())
     for _ in range(7):
         memory.check_pause("")
         memory.repaired("an edit")
@@ -3778,7 +3786,7 @@ def test_repairs_are_paced_after_six_and_the_fight_is_over_after_a_quiet_minute(
 def test_a_lasting_refusal_is_retried_after_as_long_as_it_has_lasted_but_within_a_minute(mocker):
     clock = mocker.patch.object(sked, "monotonic", return_value=100.0)
     operator = sked.Operator(mocker.Mock())
-    operator.memories[ONE] = sked.Memory("u-1")
+    operator.memories[ONE] = sked.Memory(given())
     for clock.return_value, pause in ((100.0, 1), (103.0, 3), (115.0, 15), (999.0, 60)):
         with pytest.raises(sked.Blocked, match="no pods today") as blocked:
             operator.check_refusal(ONE, sked.ApiError(422, "no pods today"))
@@ -3789,7 +3797,7 @@ def test_a_lasting_refusal_is_retried_after_as_long_as_it_has_lasted_but_within_
 def test_a_refusal_has_not_lasted_if_something_else_came_in_between(mocker, how):
     clock = mocker.patch.object(sked, "monotonic", return_value=100.0)
     operator = sked.Operator(mocker.Mock())
-    memory = operator.memories[ONE] = sked.Memory("u-1")
+    memory = operator.memories[ONE] = sked.Memory(given())
     assert memory.refused() == 0
     clock.return_value = 999.0
     if how == "write":
@@ -3823,7 +3831,7 @@ def test_a_refusal_that_is_over_never_reaches_the_status(world, server):
 
 def test_a_generation_that_was_foreseen_too_high_hides_no_edit():
     """The answer, or the write that corrects the stamp, may be a moment late."""
-    memory = sked.Memory("u-1")
+    memory = sked.Memory(given())
     answer = stamped(STORED, generation=2)
     memory.wrote_daemonset(answer, sked.stamp_of(answer))
     edited = merge(answer, {"metadata": {"generation": 2}})
@@ -3841,7 +3849,7 @@ def test_the_stamp_of_a_daemonset_that_was_found_as_it_should_be_is_known_if_it_
 
 
 def test_what_another_sked_has_stamped_is_believed():
-    memory = sked.Memory("u-1")
+    memory = sked.Memory(given())
     memory.wrote_daemonset(stamped(STORED), sked.stamp_of(stamped(STORED)))
     theirs = merge(stamped(STORED, wish="other", generation=2), LATER)
     assert memory.stamp_to_trust(theirs) == sked.stamp_of(theirs)
@@ -3963,14 +3971,15 @@ def test_a_crash_loop_is_one_steady_failure_until_it_is_fixed(world, kubelets):
 def test_how_long_the_counts_have_been_the_same_starts_afresh_with_every_change(mocker):
     """A restart of sked does not hide a failure."""
     clock = mocker.patch.object(sked, "monotonic", return_value=100.0)
-    for was_failing, known in ((False, 0.0), (True, 10.0)):
-        memory = sked.Memory("u-1")
-        assert memory.note_counts((1, 0, 0), was_failing) == known
+    for reason, known in (("RollingOut", 0.0), ("NodesFailing", 10.0)):
+        ready = {"type": "Ready", "reason": reason, "message": "it fails"}
+        memory = sked.Memory(given() | {"status": {"conditions": [ready]}})
+        assert memory.note_counts((1, 0, 0)) == known
         clock.return_value += 4.0
-        assert memory.note_counts((1, 0, 0), True) == known + 4.0
-        assert memory.note_counts((2, 0, 0), True) == 0.0
+        assert memory.note_counts((1, 0, 0)) == known + 4.0
+        assert memory.note_counts((2, 0, 0)) == 0.0
         clock.return_value += 4.0
-        assert memory.note_counts((2, 0, 0), True) == 4.0
+        assert memory.note_counts((2, 0, 0)) == 4.0
 
 
 def test_a_rollout_is_ready_when_it_is_complete(world, kubelets):
@@ -4031,6 +4040,9 @@ def test_news_of_a_daemonset_is_gathered_for_a_second_but_for_an_edit(mocker, ol
     it recovers and fails again:
       statuses: [NodesFailing a, AllReady, NodesFailing a]
       events: [NodesFailing a, AllReady, NodesFailing a]
+    it recovers after a restart of sked:
+      statuses: [NodesFailing a, restart, RollingOut, NodesFailing a, AllReady]
+      events: [NodesFailing a, AllReady]
     it is suspended and fails again:
       statuses: [NodesFailing a, Suspended, NodesFailing a]
       events: [NodesFailing a, NodesFailing a]
@@ -4038,10 +4050,13 @@ def test_news_of_a_daemonset_is_gathered_for_a_second_but_for_an_edit(mocker, ol
 )
 def test_an_event_tells_something_new(mocker, statuses, events):
     operator = sked.Operator(mocker.Mock())
-    operator.memories[ONE] = sked.Memory("u-1")
     send_event = mocker.patch.object(operator, "send_event")
     schedext = given()
+    operator.memories[ONE] = sked.Memory(schedext)
     for text in statuses:
+        if text == "restart":
+            operator.memories[ONE] = sked.Memory(schedext)
+            continue
         reason, _, message = text.partition(" ")
         state = str(reason in ("AllReady", "Suspended"))
         ready = {"type": "Ready", "status": state, "reason": reason, "message": message}
@@ -4158,7 +4173,7 @@ def test_adding_changing_and_removing_a_pool_restarts_no_pod_on_other_nodes(worl
 
 def test_pods_of_a_deleted_daemonset_of_the_same_name_do_not_count(mocker):
     operator = sked.Operator(mocker.Mock())
-    operator.memories[ONE] = sked.Memory("u-1")
+    operator.memories[ONE] = sked.Memory(given())
     operator.daemonsets.objects[ONE] = STORED
     mine, former = pods_of(["settled", "crashing"])
     operator.pods.objects = {"a": mine, "b": former._replace(daemonset_uid="d-0")}
@@ -4197,7 +4212,7 @@ def test_no_daemonset_is_made_or_adopted_for_a_schedext_that_is_gone(
     mocker, there, have, is_gone, made, status
 ):
     operator = sked.Operator(mocker.Mock())
-    operator.memories[ONE] = sked.Memory("u-1")
+    operator.memories[ONE] = sked.Memory(given())
     operator.memories[ONE].uid = made
     schedext = None if there is None else merge(given(), {"metadata": there})
     daemonset = None if have is None else merge(STORED, {"metadata": have})
@@ -4214,7 +4229,7 @@ def test_a_cached_daemonset_that_is_older_than_our_last_write_is_not_believed(mo
     key = ("tools", "scx-rusty")
     older, newer = stamped(STORED), merge(stamped(STORED), LATER)
     operator = sked.Operator(mocker.Mock())
-    memory = operator.memories[key] = sked.Memory("u-1")
+    memory = operator.memories[key] = sked.Memory(given())
     memory.wrote_daemonset(newer, sked.stamp_of(newer))
     operator.daemonsets.store({key: older})
     operator.api.get.return_value = copy(newer)
@@ -4226,7 +4241,7 @@ def test_a_cached_daemonset_that_is_older_than_our_last_write_is_not_believed(mo
 
 def test_after_a_create_without_an_answer_the_stamp_that_is_there_is_trusted(mocker):
     operator = sked.Operator(mocker.Mock())
-    memory = operator.memories[ONE] = sked.Memory("u-1")
+    memory = operator.memories[ONE] = sked.Memory(given())
     memory.uid = "d-0"  # of the DaemonSet that was there before
     operator.api.request.side_effect = sked.ApiError(0, "no answer")
     with pytest.raises(sked.ApiError):
