@@ -1765,7 +1765,7 @@ class Memory:
 
 # ---------------------------------------------------------------- reconcile
 
-WORKERS = 4  # enough to hide the API server's latency
+WORKERS = 3  # enough to hide the latency of the API server; a fourth costs more than it brings
 QUIET_FAILURES = 4  # failures of a key in a row that may pass by themselves; the next one is logged
 STUCK_SECONDS = 360.0  # a thread that shows no sign of life for this long is stuck
 STOP_SECONDS = 1.8  # the most from SIGTERM to exit
