@@ -929,6 +929,12 @@ def last_editor(daemonset: dict) -> str:
     return manager if manager and when >= ours else "an unknown client"
 
 
+def listed(names: list[str]) -> str:
+    """At most five of them."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
+
+
 def drift_message(observed: Observed, changes: list[str]) -> str:
     """What a repair has undone; empty if it was nothing that sked owns."""
     if not observed.daemonset:
@@ -996,12 +1002,6 @@ def next_change_in(summary: Summary, unchanged_for: float, blocked: Blocked | No
     if summary.lacking and unchanged_for < SETTLE_SECONDS:
         waits.append(SETTLE_SECONDS - unchanged_for)
     return min(waits)
-
-
-def listed(names: list[str]) -> str:
-    """At most five of them."""
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more
 
 
 def conflict_message(twin: dict) -> str:
