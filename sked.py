@@ -857,8 +857,8 @@ def plan(observed: Observed) -> dict | None:
     if spec != have["spec"] and not is_edited:
         # A guess: the API server should raise it. If an edit is undone, it may not, as the spec may
         # differ only in defaults, and a number that is too high could hide an edit. One that is too
-        # low is safe: if sked restarts now, it takes its own write for an edit. Memory gets the
-        # true number from the answer, and the next pass corrects the stamp.
+        # low is safe: if sked restarts now, it takes its own write for an edit. The answer tells
+        # the true number, and write_daemonset corrects the stamp at once.
         generation += 1
     target = have | {"metadata": merged_metadata(have, wanted), "spec": spec}
     target = with_stamp(target, Stamp(wish, runs, parked, generation))
@@ -884,8 +884,12 @@ def merge_patch(before: dict, after: dict) -> dict:
 def is_repair(have: dict, old: Stamp, new: Stamp) -> bool:
     """Whether a write undoes what someone else has changed.
 
-    It does if it wants nothing new (plan: an empty wish), and does more than end parking.
+    It does if it wants nothing new (plan: an empty wish), and does more than end parking. It also
+    does if someone has replaced our DaemonSet by an edited copy: the stamp on it is not to be
+    trusted then.
     """
+    if old == NO_STAMP:
+        return stamp_of(have) != NO_STAMP
     wants_nothing_new = new.wish in (old.wish, "")
     only_ends_parking = old.parked and not new.parked and generation_of(have) == old.generation
     return wants_nothing_new and not only_ends_parking
@@ -1548,7 +1552,8 @@ class DaemonSets(Reflector):
 
         A deletion waits, too: the news that the SchedExt is deleted as well may come later.
         """
-        is_edit = bool(old and new) and stamp_of(new).generation != generation_of(new)
+        same_spec = not (old and new) or generation_of(old) == generation_of(new)
+        is_edit = not same_spec and stamp_of(new).generation != generation_of(new)
         self.operator.queue.add(key_of(new or old), 0.0 if is_edit else GATHER_SECONDS)
 
 
@@ -1676,14 +1681,20 @@ class Memory:
         self.pause_message = ""
         # The status:
         self.status: dict | None = None  # as we last wrote it
+        self.next_status = 0.0  # the earliest time for another write of it
         self.counts: tuple | None = None  # of the DaemonSet, as last seen
         self.counts_since = 0.0
         ready = condition(schedext["status"], "Ready")  # sked may have restarted
         self.was_failing = ready.get("reason") == "NodesFailing"
         self.last_warning = ready["message"] if ready.get("reason") in WARNINGS else ""
 
+    def wrote(self) -> None:
+        """Note a write, of the DaemonSet or of the status."""
+        self.next_status = monotonic() + GATHER_SECONDS
+
     def wrote_daemonset(self, answer: dict, stamp: Stamp) -> None:
         """Note the API server's answer to a write of the DaemonSet with this stamp."""
+        self.wrote()
         self.stamp_sticks = stamp_of(answer) == stamp
         self.saw_as_wanted(answer, stamp)
 
@@ -1782,9 +1793,10 @@ class Faults:
         self.lock = threading.Lock()
 
     def report(self, who: str, message: str) -> None:
-        """Log a fault, unless it is known already."""
+        """Log a fault, unless one that begins alike is known: an outage has many messages."""
         with self.lock:
-            if message not in self.messages.values():
+            known = {other.partition(":")[0] for other in self.messages.values()}
+            if message.partition(":")[0] not in known:
                 log.warning("%s; trying again", message)
             self.messages[who] = message
 
@@ -1959,7 +1971,12 @@ class Operator:
         else:  # it repairs if there was one, which someone has deleted
             repairs = bool(memory.uid or schedext["status"].get("nodes", {}).get("desired"))
         answer = self.apply(key, have, target)
-        self.report_write(key, observed, answer, repairs)
+        try:
+            if generation_of(answer) != new.generation:  # plan guessed another one
+                new = new._replace(generation=generation_of(answer))
+                self.apply(key, answer, with_stamp(answer, new))
+        finally:
+            self.report_write(key, observed, answer, repairs)
 
     def apply(self, key: Key, have: dict | None, target: dict) -> dict:
         """Create or patch the DaemonSet. Raises Blocked if a refusal belongs in the status."""
@@ -2003,7 +2020,7 @@ class Operator:
         have, memory = observed.daemonset, self.memories[key]
         changes = changed_fields(have, answer) if have else []
         is_correction = have and not changes and observed.stamp != stamp_of(have)
-        if is_correction:  # only of the generation in the stamp
+        if is_correction:  # only of the generation in the stamp, after a conflict
             return
         if not repairs:
             memory.wrote_something_new()
@@ -2027,9 +2044,13 @@ class Operator:
         summary = summarize(observed, unchanged_for, monotonic())
         status = build_status(observed, summary, blocked, timestamp())
         if status != schedext["status"]:
+            wait = memory.next_status - monotonic()
+            if wait > 0:
+                return wait  # so that a rollout does not write the status for every pod
             path = path_to(SCHEDEXTS, *key, "status")
             memory.status = status
             self.patch(path, schedext, schedext | {"status": status})
+            memory.wrote()
             self.report_status(key, schedext, status)
         wait = next_change_in(summary, unchanged_for, blocked)
         return max(GATHER_SECONDS, wait)  # no busy loop

@@ -3426,9 +3426,13 @@ def test_an_outage_is_logged_at_once_and_its_end_after_the_first_success(mocker,
 def test_the_end_of_faults_is_logged_once_when_the_last_one_is_over(caplog):
     caplog.set_level("INFO")
     faults = sked.Faults()
-    for who, message in [("pods", "down"), ("lease", "down"), ("pods", "forbidden")]:
+    for who, message in [
+        ("pods", "down: refused"),
+        ("lease", "down: aborted"),
+        ("pods", "forbidden"),
+    ]:
         faults.report(who, message)
-    logged = ["down; trying again", "forbidden; trying again"]
+    logged = ["down: refused; trying again", "forbidden; trying again"]
     for who in ("daemonsets", "pods"):
         faults.clear(who)
     assert caplog.messages == logged
@@ -3739,12 +3743,12 @@ def test_a_fight_is_reported_paced_and_never_given_up_until_something_new_is_wan
     edit = in_template(hostPID=True)
     eventually(world.is_idle)
     world.set("backoff", lambda failures, most: most)  # a pause takes minutes
-    for _ in range(6):
+    for _ in range(7):
         world.drift(edit)
         eventually(lambda: world.made()["spec"], before)
         eventually(world.is_stamped)
-    world.drift(edit)
-    eventually(lambda: world.made()["spec"], before)
+    eventually(world.is_idle)  # as long as nobody edits it again, the pause is not reported
+    assert "backing off" not in condition_of(world.get(), "Ready")["message"]
     world.drift(edit)
     said = "admin changed spec.template.spec.hostPID"
     status = f"sked is backing off; the last time, {said}; sked has reverted it"
@@ -3853,6 +3857,25 @@ def test_what_another_sked_has_stamped_is_believed():
     memory.wrote_daemonset(stamped(STORED), sked.stamp_of(stamped(STORED)))
     theirs = merge(stamped(STORED, wish="other", generation=2), LATER)
     assert memory.stamp_to_trust(theirs) == sked.stamp_of(theirs)
+
+
+@pytest.mark.parametrize("was_down", [False, True], ids=["up", "down"])
+def test_a_daemonset_that_is_replaced_by_an_edited_copy_is_told_of(world, server, fleet, was_down):
+    """As by kubectl replace --force, so our stamp is on it."""
+    eventually(world.is_idle)
+    before = world.made()
+    edited = merge(before, in_template(hostPID=True))
+    for name in ("uid", "resourceVersion", "generation", "creationTimestamp", "managedFields"):
+        edited["metadata"].pop(name, None)
+    if was_down:
+        world.stop()
+    server.delete("daemonsets", world.ns, "x")
+    server.create(edited)
+    if was_down:
+        world.start()
+    said = "admin changed spec.template.spec.hostPID; sked has reverted it"
+    eventually(lambda: drift_events(server), [said])
+    assert world.made()["spec"] == before["spec"]
 
 
 def test_a_schedext_that_is_recreated_quickly_is_no_drift(world, server):
@@ -3992,6 +4015,18 @@ def test_a_rollout_is_ready_when_it_is_complete(world, kubelets):
     assert world.nodes() == ready_on(40)
 
 
+def test_the_status_is_written_at_most_once_a_second(mocker):
+    clock = mocker.patch.object(sked, "monotonic", return_value=1000.0)
+    operator = sked.Operator(mocker.Mock())
+    operator.memories[ONE] = sked.Memory(given())
+    patch = mocker.patch.object(operator, "patch")
+    for seconds, writes, look_again in ((0.0, 1, math.inf), (0.75, 1, 0.25), (0.25, 2, math.inf)):
+        clock.return_value += seconds
+        seen = observed(["settled", "settled"])
+        assert operator.update_status(ONE, seen, None) == look_again
+        assert patch.call_count == writes
+
+
 def test_each_problem_and_a_recovery_make_one_event_and_requested_changes_make_none(
     world, server, fleet
 ):
@@ -4014,17 +4049,23 @@ def test_each_problem_and_a_recovery_make_one_event_and_requested_changes_make_n
     assert events_of(server) == [("Normal", "x", "AllReady"), *expected]
 
 
+EDITED = merge(stamped(STORED), LATER)
+
+
 @pytest.mark.parametrize(
     "old, new, seconds",
     [
         pytest.param(None, stamped(STORED), 1.0, id="it is created"),
         pytest.param(stamped(STORED), None, 1.0, id="it is deleted"),
         pytest.param(stamped(STORED), merge(stamped(STORED), {"status": {}}), 1.0, id="counts"),
-        pytest.param(stamped(STORED), merge(stamped(STORED), LATER), 0.0, id="an edit"),
+        pytest.param(stamped(STORED), EDITED, 0.0, id="an edit"),
+        pytest.param(EDITED, merge(EDITED, {"status": {"a": 1}}), 1.0, id="counts after an edit"),
+        pytest.param(
+            stamped(STORED), merge(stamped(STORED, generation=2), LATER), 1.0, id="our own write"
+        ),
     ],
 )
 def test_news_of_a_daemonset_is_gathered_for_a_second_but_for_an_edit(mocker, old, new, seconds):
-    """So the status is written about once a second during a rollout."""
     operator = mocker.Mock()
     sked.DaemonSets(operator, "").changed(old, new)
     operator.queue.add.assert_called_once_with(("tools", "scx-rusty"), seconds)
