@@ -728,6 +728,13 @@ def revisions_of(pods: list[Pod]) -> set[str]:
     return {pod.revision for pod in pods}
 
 
+def has_current_pod(daemonset: dict, pods: list[Pod]) -> bool:
+    """Whether one of the pods was made from the current template."""
+    annotations = daemonset["metadata"].get("annotations", {})
+    current = annotations.get("deprecated.daemonset.template.generation")
+    return any(pod.template_generation == current for pod in pods)
+
+
 def is_rolled_out(daemonset: dict, pods: list[Pod]) -> bool:
     """Whether all pods are of the current template, also if there is none."""
     counts = counts_of(daemonset)
@@ -739,10 +746,7 @@ def is_rolled_out(daemonset: dict, pods: list[Pod]) -> bool:
     # The counts leave out misscheduled pods, those on lost and tainted nodes. Then all pods must be
     # alike (revision), and the counts or one of the pods must say that they are current. A pod of
     # an older generation may be current, too: when the template was changed and changed back.
-    annotations = daemonset["metadata"].get("annotations", {})
-    current = annotations.get("deprecated.daemonset.template.generation")
-    one_is_current = any(pod.template_generation == current for pod in pods)
-    return len(revisions_of(pods)) == 1 and (all_updated or one_is_current)
+    return len(revisions_of(pods)) == 1 and (all_updated or has_current_pod(daemonset, pods))
 
 
 def moves(have: dict, wanted: dict) -> bool:
@@ -836,8 +840,9 @@ def plan(observed: Observed) -> dict | None:
     if must_restart:
         parked = False
     elif is_edited:
-        # With another strategy, the controller may have replaced pods already.
-        parked = old.parked and have["spec"]["updateStrategy"]["type"] == "OnDelete"
+        # With another strategy, the controller may have made pods from the edit already.
+        is_on_delete = have["spec"]["updateStrategy"]["type"] == "OnDelete"
+        parked = old.parked and (is_on_delete or not has_current_pod(have, observed.pods))
         if wish != old.wish and moves(have, wanted) and not observed.is_fighting:
             # Other nodes are wanted, too, but it is too late for parking: pods may have been
             # replaced after the edit. So undo the edit, but keep the placement that is there, and
@@ -939,11 +944,14 @@ def listed(names: list[str]) -> str:
     return ", ".join(names[:5]) + more
 
 
-def drift_message(observed: Observed, changes: list[str]) -> str:
-    """What a repair has undone; empty if it was nothing that sked owns."""
+def drift_message(observed: Observed, changes: list[str], parked: bool) -> str:
+    """What a repair has undone; empty if it was nothing that sked owns.
+
+    parked: whether the DaemonSet is parked after it.
+    """
     if not observed.daemonset:
         return "the DaemonSet was deleted; sked has created it again"
-    if observed.stamp.parked:  # undoing an edit may also unpark it, which is sked's own change
+    if observed.stamp.parked and not parked:  # sked itself has ended parking
         changes = [path for path in changes if not path.startswith("spec.updateStrategy")]
     if not changes:
         return ""
@@ -2027,7 +2035,7 @@ class Operator:
             action = f"changed {listed(changes)} of" if changes else "stamped"
             log.info("%s/%s: %s the DaemonSet", *key, action if have else "created")
             return
-        drift = drift_message(observed, changes)
+        drift = drift_message(observed, changes, memory.stamp.parked)
         slow_repairs = memory.repaired(drift)
         if not drift or slow_repairs > 1:
             return  # there is nothing to tell, or the status tells about the fight

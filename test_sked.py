@@ -2568,7 +2568,7 @@ def pooled(changes: dict | None = None) -> dict:
 
 
 @cases(
-    "spec, pools, changes, stays",
+    "spec, pools, changes, pods, stays",
     """
     another pool: {pools: [pool=batch]}
     the pool is removed: {pools: []}
@@ -2584,6 +2584,9 @@ def pooled(changes: dict | None = None) -> dict:
         spec: {template: {spec: {tolerations: [{operator: Exists}]}}}
     drift in the strategy:
       changes: {metadata: {generation: 3}, spec: {updateStrategy: {type: RollingUpdate}}}
+    drift in the strategy, by which pods may have been replaced:
+      changes: {metadata: {generation: 3}, spec: {updateStrategy: {type: RollingUpdate}}}
+      pods: [settled, of the current template]
       stays: false
     rollout restart:
       changes:
@@ -2598,9 +2601,12 @@ def pooled(changes: dict | None = None) -> dict:
     spec={},
     pools=["pool=latency"],
     changes={},
+    pods=["settled", "settled"],
 )
-def test_a_parked_daemonset_stays_parked_until_its_pods_must_restart(spec, pools, changes, stays):
-    target = planned(pooled(changes), pools, ["settled", "settled"], **spec)
+def test_a_parked_daemonset_stays_parked_until_its_pods_must_restart(
+    spec, pools, changes, pods, stays
+):
+    target = planned(pooled(changes), pools, pods, **spec)
     assert parked_by(target) is stays
 
 
@@ -2682,6 +2688,15 @@ def test_a_label_named_containers_is_compared_as_any_other():
     stamp = {"metadata": {"annotations": {STAMP_ANNOTATION: json.dumps(STAMP)}}}
     changes = sked.changed_fields(merge(before, stamp), merge(after, stamp))
     assert changes == ["metadata.labels.containers"]
+
+
+@pytest.mark.parametrize("parked, told", [(True, "spec.updateStrategy.type, "), (False, "")])
+def test_the_strategy_is_told_of_unless_sked_itself_has_ended_parking(parked, told):
+    have = stamped(STORED, parked=True)
+    seen = sked.Observed(given(), have, sked.stamp_of(have), [], [])
+    changes = ["spec.updateStrategy.type", "spec.minReadySeconds"]
+    said = f"an unknown client changed {told}spec.minReadySeconds; sked has reverted it"
+    assert sked.drift_message(seen, changes, parked) == said
 
 
 # ---------------------------------------------------------------- status
@@ -3715,10 +3730,14 @@ def test_an_edit_that_also_ends_parking_is_told(world, server, fleet):
     world.add("pool", nodeSelector=A)
     eventually(lambda: stamp_on(world.made())["parked"])
     world.expect("AllReady")
+    world.stop()
     edit = in_template(containers=[SCHEDULER | {"image": "evil"}])
     world.drift(merge(edit, {"spec": {"updateStrategy": {"type": "RollingUpdate"}}}))
+    eventually(lambda: "evil" in running(fleet).values())
+    world.start()
     said = "admin changed spec.template.spec.containers.scx.image; sked has reverted it"
     eventually(lambda: drift_events(server), [said])
+    eventually(lambda: running(fleet), {"b": RUSTY, "c": RUSTY})
     world.expect("AllReady")
 
 
