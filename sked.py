@@ -161,56 +161,79 @@ MAX_TERMS = 100  # of a node affinity
 Pairs = frozenset  # of (label, value): a selector, or a part of one
 
 
-def selector_of(schedext: dict) -> dict:
-    """Empty if nodeSelector is not a map, which a lax CRD may allow."""
-    try:
-        selector = schedext["spec"]["nodeSelector"]
-    except (KeyError, TypeError):
-        return {}
-    return selector if isinstance(selector, dict) else {}
+class Claim(NamedTuple):
+    """What the other SchedExts must know of one, for instance
+
+        rank (-1, "2026-11-19T08:00:00Z", ("tools", "scx-lavd")), selector {"pool": "latency"}
+
+    Where two may meet on a node, the smaller rank wins: the one with more pairs in its selector,
+    then the older one, then by namespace and name.
+    """
+
+    rank: tuple
+    selector: dict
+    is_suspended: bool
+    is_leaving: bool  # it is being deleted
+
+    def key(self) -> Key:
+        return self.rank[-1]
+
+    def name(self) -> str:
+        return "/".join(self.key())
 
 
-def pairs_of(schedext: dict) -> Pairs:
-    return Pairs((str(label), str(value)) for label, value in selector_of(schedext).items())
+def claim_of(schedext: dict) -> Claim:
+    """The claim of a SchedExt, which may not have been checked yet."""
+    meta = metadata_of(schedext)
+    spec = schedext.get("spec")
+    spec = spec if isinstance(spec, dict) else {}
+    selector = spec.get("nodeSelector")
+    pairs = selector.items() if isinstance(selector, dict) else ()
+    selector = {str(label): str(value) for label, value in pairs}
+    created = str(meta.get("creationTimestamp") or "not yet")  # sorts after every timestamp
+    rank = -len(selector), created, key_of(schedext)
+    return Claim(rank, selector, bool(spec.get("suspend")), "deletionTimestamp" in meta)
 
 
-def precedence(schedext: dict) -> tuple:
-    """Sort key, the winner first: more pairs, then the older one, then by namespace and name."""
-    created = metadata_of(schedext).get("creationTimestamp") or "not yet"  # after every timestamp
-    return -len(selector_of(schedext)), str(created), key_of(schedext)
+def may_meet(mine: dict, theirs: dict) -> bool:
+    """Whether a node may match both selectors: not if they have two values for one label."""
+    return mine.items() <= (mine | theirs).items()
 
 
-def loses_to(schedext: dict, other: dict) -> bool:
-    """Whether both may select the same node, and the other SchedExt wins there."""
-    theirs = selector_of(other)
-    for label, value in selector_of(schedext).items():
-        if theirs.get(label, value) != value:
-            return False  # no node has two values of one label
-    # The key: other may be a newer copy of the same SchedExt.
-    return key_of(other) != key_of(schedext) and precedence(other) < precedence(schedext)
-
-
-def winners_of(schedext: dict, others: Iterable[dict]) -> list[dict]:
+def winners_of(claim: Claim, others: Iterable[Claim]) -> list[Claim]:
     """Those of the others to which this one yields."""
-    return [other for other in others if loses_to(schedext, other)]
+    return [
+        other
+        for other in others
+        if other.rank < claim.rank
+        and may_meet(claim.selector, other.selector)
+        and other.key() != claim.key()  # it may be another copy of the same SchedExt
+    ]
 
 
-def twin_of(schedext: dict, winners: Iterable[dict]) -> dict | None:
+def losers_of(claim: Claim, others: Iterable[Claim]) -> list[Claim]:
+    """Those of the others that yield to this one."""
+    return [
+        other
+        for other in others
+        if other.rank > claim.rank and may_meet(claim.selector, other.selector)
+    ]
+
+
+def twin_of(claim: Claim, winners: list[Claim]) -> Claim | None:
     """The first of the winners with the same selector, if any: it leaves no node to this one."""
-    mine = pairs_of(schedext)
-    twins = [winner for winner in winners if pairs_of(winner) == mine]
-    return min(twins, key=precedence, default=None)
+    twins = [winner for winner in winners if winner.selector == claim.selector]
+    return min(twins, key=lambda twin: twin.rank, default=None)
 
 
-def placement(schedext: dict, winners: list[dict]) -> dict:
+def placement(claim: Claim, winners: list[Claim]) -> dict:
     """The nodeSelector and affinity of a SchedExt's pods."""
-    selector = selector_of(schedext)
-    if schedext["spec"].get("suspend") or twin_of(schedext, winners):
-        return {"nodeSelector": selector | {NOWHERE: "true"}}
-    return {"nodeSelector": selector, "affinity": affinity(pairs_of(schedext), winners)}
+    if claim.is_suspended or twin_of(claim, winners):
+        return {"nodeSelector": claim.selector | {NOWHERE: "true"}}
+    return {"nodeSelector": claim.selector, "affinity": affinity(claim, winners)}
 
 
-def affinity(mine: Pairs, winners: list[dict]) -> dict | None:
+def affinity(claim: Claim, winners: list[Claim]) -> dict | None:
     """What keeps pods off the nodes of the winners. A suspended winner keeps its nodes, too.
 
     Beside winners with {a: 1, b: 2} and {c: 3}, a SchedExt for all nodes gets those where
@@ -218,7 +241,7 @@ def affinity(mine: Pairs, winners: list[dict]) -> dict | None:
     one pair, so there is a term (terms are ORed) for each way to pick one pair of every winner.
     """
     # None is empty: a winner has at least as many pairs, so without one of its own it is a twin.
-    extras = {pairs_of(winner) - mine for winner in winners}
+    extras = {Pairs(winner.selector.items() - claim.selector.items()) for winner in winners}
     if not extras:
         return None
     terms = {Pairs()}
@@ -347,7 +370,7 @@ def check_spec(schedext: dict) -> None:
         kind = FIELDS[field]
         if value is not None and type(value) is not kind:  # not isinstance: True is an int
             raise InvalidSpec(f"spec.{field} must be {KINDS[kind]}, not {value!r}")
-    for pair in selector_of(schedext).items():
+    for pair in (spec.get("nodeSelector") or {}).items():
         for text in pair:
             if not isinstance(text, str):
                 raise InvalidSpec(f"spec.nodeSelector needs text: put '{text}' in quotes")
@@ -358,10 +381,15 @@ def build_daemonset(schedext: dict, yields_to: Iterable[dict] = ()) -> dict:
 
     Raises InvalidSpec, a ValueError, if none can be made.
     """
+    others = [claim_of(other) for other in yields_to]
+    return daemonset_beside(winners_of(claim_of(schedext), others), schedext)
+
+
+def daemonset_beside(winners: list[Claim], schedext: dict) -> dict:
+    """The DaemonSet of a SchedExt that yields to these winners."""
     check_spec(schedext)
     meta, spec = schedext["metadata"], schedext["spec"]
     name = meta["name"]
-    winners = winners_of(schedext, yields_to)
     owner = {
         "apiVersion": API_VERSION,
         "kind": "SchedExt",
@@ -389,7 +417,7 @@ def build_daemonset(schedext: dict, yields_to: Iterable[dict] = ()) -> dict:
         containers.append(PROBE_CONTAINER | {"image": spec["probeImage"]})
     pod = {
         "containers": containers,
-        **placement(schedext, winners),
+        **placement(claim_of(schedext), winners),
         **{field: spec.get(field) for field in POD_FIELDS},
         "volumes": [{"name": volume, "hostPath": {"path": path}} for volume, path in volumes],
     }
@@ -690,7 +718,7 @@ class Observed(NamedTuple):
     daemonset: dict | None
     stamp: Stamp  # of the DaemonSet
     pods: list[Pod]  # of the DaemonSet
-    winners: list[dict]  # the SchedExts that it yields to
+    winners: list[Claim]  # of the SchedExts that it yields to
     is_fighting: bool = False  # others keep changing the DaemonSet, and sked is backing off
 
 
@@ -829,7 +857,7 @@ def plan(observed: Observed) -> dict | None:
     Raises InvalidSpec if none can be made, and Blocked if it must not be written, or not yet.
     """
     have, old = observed.daemonset, observed.stamp
-    wanted = build_daemonset(observed.schedext, observed.winners)
+    wanted = daemonset_beside(observed.winners, observed.schedext)
     wish, runs = digest(wanted), digest_of_runs(wanted, have)
     if not have:
         return with_stamp(wanted, Stamp(wish, runs, parked=False, generation=1))
@@ -1016,21 +1044,21 @@ def next_change_in(summary: Summary, unchanged_for: float, blocked: Blocked | No
     return min(waits)
 
 
-def conflict_message(twin: dict) -> str:
-    suspended = ", which is suspended," if twin["spec"].get("suspend") else ""
+def conflict_message(twin: Claim) -> str:
+    suspended = ", which is suspended," if twin.is_suspended else ""
     return (
-        f"SchedExt {'/'.join(key_of(twin))}{suspended} selects the same nodes and is older: delete "
-        "one of the two, or give this one another nodeSelector"
+        f"SchedExt {twin.name()}{suspended} selects the same nodes and is older: delete one of the "
+        "two, or give this one another nodeSelector"
     )
 
 
-def no_nodes_message(schedext: dict, winners: list[dict]) -> str:
-    pairs = ",".join("=".join(pair) for pair in sorted(pairs_of(schedext)))
+def no_nodes_message(claim: Claim, winners: list[Claim]) -> str:
+    pairs = ",".join(f"{label}={value}" for label, value in sorted(claim.selector.items()))
     command = f"kubectl get nodes --selector={pairs}" if pairs else "kubectl get nodes"
     message = f"no node to run on: check that '{command}' lists nodes, and their taints"
     if winners:
-        names = sorted("/".join(key_of(winner)) for winner in winners)
-        message += f"; if it does, these SchedExts may come first there: {listed(names)}"
+        names = listed(sorted(winner.name() for winner in winners))
+        message += f"; if it does, these SchedExts may come first there: {names}"
     return message
 
 
@@ -1068,22 +1096,21 @@ def rolling_message(observed: Observed, summary: Summary) -> str:
 
 def ready_reason(observed: Observed, summary: Summary) -> Problem:
     """Reason and message of the Ready condition if the DaemonSet is as it should be."""
-    schedext, daemonset, winners = observed.schedext, observed.daemonset, observed.winners
+    claim, winners, daemonset = claim_of(observed.schedext), observed.winners, observed.daemonset
     desired, parked = summary.desired, observed.stamp.parked
-    suspended = schedext["spec"].get("suspend")
-    twin = twin_of(schedext, winners)
-    if twin and not suspended:
-        if "deletionTimestamp" in twin["metadata"]:
-            return "RollingOut", f"waiting for SchedExt {'/'.join(key_of(twin))} to be deleted"
+    twin = twin_of(claim, winners)
+    if twin and not claim.is_suspended:
+        if twin.is_leaving:
+            return "RollingOut", f"waiting for SchedExt {twin.name()} to be deleted"
         return "Conflict", conflict_message(twin)
     if not daemonset or not is_observed(daemonset):
         return "RollingOut", "waiting for the DaemonSet controller"
-    if suspended:
+    if claim.is_suspended:
         if left := counts_of(daemonset).misscheduled:
             return "RollingOut", f"suspended; waiting for pods to end: {left}"
         return "Suspended", "runs on no node; set spec.suspend to false to resume"
     if not desired:
-        return "NoNodes", no_nodes_message(schedext, winners)
+        return "NoNodes", no_nodes_message(claim, winners)
     if summary.failing:
         return "NodesFailing", failing_message(observed, summary)
     is_mixed = len(revisions_of(observed.pods)) > 1 and not parked
@@ -1522,34 +1549,33 @@ class SchedExts(Reflector):
     RESOURCE = SCHEDEXTS
     QUERY = {}
 
+    def __init__(self, operator: Operator, namespace: str) -> None:
+        super().__init__(operator, namespace)
+        self.claims = {}  # by key; a pass looks at all of them, so they are kept apart
+
     def changed(self, old: dict | None, new: dict | None) -> None:
         """Queue the SchedExt and, if its claim to nodes is new or gone, those that yield to it.
 
         If only its status is new, that can wait. If sked has written it, there is nothing to do.
         """
         key = key_of(new or old)
+        old_claim, claim = self.claims.pop(key, None), claim_of(new) if new else None
+        others = list(self.claims.values())
+        if claim:
+            self.claims[key] = claim
         same_spec = bool(old and new) and generation_of(old) == generation_of(new)
         if not same_spec:
             self.operator.queue.add(key, 0.0)
         elif new["status"] != self.operator.last_status(key):
             self.operator.queue.add(key, GATHER_SECONDS)
-        if old and new and claim_of(old) == claim_of(new):
-            return
-        if not self.filled.is_set():
+        if claim == old_claim or not self.filled.is_set():
             return  # the first list queues every SchedExt
         # Others leave the nodes of a new winner at once. They return to those of a deleted one a
         # moment later, when its pods have begun to end.
         delay = 0.0 if new else GATHER_SECONDS
-        for claimant in filter(None, (old, new)):
-            for other in self.values():
-                if loses_to(other, claimant):
-                    self.operator.queue.add(key_of(other), delay)
-
-
-def claim_of(schedext: dict) -> tuple:
-    """What those that yield to a SchedExt must know of it, also for the message of a Conflict."""
-    is_leaving = "deletionTimestamp" in schedext["metadata"]
-    return precedence(schedext), selector_of(schedext), schedext["spec"].get("suspend"), is_leaving
+        for claimant in filter(None, (old_claim, claim)):
+            for loser in losers_of(claimant, others):
+                self.operator.queue.add(loser.key(), delay)
 
 
 class DaemonSets(Reflector):
@@ -1938,7 +1964,7 @@ class Operator:
                 daemonset = with_stamp(daemonset, stamp)
             uid = daemonset["metadata"]["uid"]
             pods = [pod for pod in self.pods.values() if pod.daemonset_uid == uid]
-        winners = winners_of(schedext, self.schedexts.values())
+        winners = winners_of(claim_of(schedext), list(self.schedexts.claims.values()))
         return Observed(schedext, daemonset, stamp, pods, winners, memory.is_fighting())
 
     def find_daemonset(self, key: Key, schedext: dict) -> dict | None:

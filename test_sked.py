@@ -2210,7 +2210,7 @@ def planned(
     **spec: Any,
 ) -> dict | None:
     """What sked would write if this SchedExt, which yields to these pools, has this DaemonSet."""
-    winners = [for_nodes(labels, "pool") for labels in pools]
+    winners = [sked.claim_of(for_nodes(labels, "pool")) for labels in pools]
     stamp = sked.stamp_of(have) if have else sked.NO_STAMP
     seen = sked.Observed(given(**spec), have, stamp, pods_of(pods), winners, is_fighting)
     return sked.plan(seen)
@@ -2715,7 +2715,9 @@ def observed(
     """A SchedExt with the stored DaemonSet, which wants two nodes, after these changes."""
     obj = given(**(spec or {})) | {"status": status}
     have = merge(STORED, changes or {})
-    return sked.Observed(obj, have, sked.stamp_of(have), pods_of(pods), list(winners))
+    return sked.Observed(
+        obj, have, sked.stamp_of(have), pods_of(pods), [*map(sked.claim_of, winners)]
+    )
 
 
 def status_of(seen: sked.Observed, steady: float = 0.0, blocked: Any = None) -> dict:
@@ -4174,17 +4176,19 @@ def test_a_change_wakes_only_those_that_yield_to_it(mocker, old, new, is_first_l
     """After a deletion with a delay: then the pods on those nodes may have ended."""
 
     def it(labels: str, created: str = "2", generation: int = 1, **more: Any) -> dict:
-        status = more.pop("status", {})
-        obj = for_nodes(labels, "it", created, **more) | {"status": status}
+        name, status = more.pop("name", "it"), more.pop("status", {})
+        obj = for_nodes(labels, name, created, **more) | {"status": status}
         return merge(obj, {"metadata": {"generation": generation}})
 
     others = {"plain": "", "zone": "zone=z", "b": "pool=b", "inner": "pool=a,zone=z"}
     operator = mocker.Mock()
     schedexts = sked.SchedExts(operator, "")
-    schedexts.objects = {name: for_nodes(others[name], name, "3") for name in others}
+    before = [it(others[name], "3", name=name) for name in others] + ([it(**old)] if old else [])
+    schedexts.store({sked.key_of(obj): obj for obj in before})
     if not is_first_list:
         schedexts.filled.set()
-    schedexts.changed(old and it(**old), new and it(**new))
+    operator.reset_mock()
+    schedexts.store({("tools", "it"): new and it(**new)})
     added = [call.args for call in operator.queue.add.call_args_list]
     assert {name: after for (_, name), after in added} == woken
 
