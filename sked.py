@@ -1722,13 +1722,9 @@ class Memory:
         self.was_failing = ready.get("reason") == "NodesFailing"
         self.last_warning = ready["message"] if ready.get("reason") in WARNINGS else ""
 
-    def wrote(self) -> None:
-        """Note a write, of the DaemonSet or of the status."""
-        self.next_status = monotonic() + GATHER_SECONDS
-
     def wrote_daemonset(self, answer: dict, stamp: Stamp) -> None:
         """Note the API server's answer to a write of the DaemonSet with this stamp."""
-        self.wrote()
+        self.next_status = monotonic() + GATHER_SECONDS
         self.stamp_sticks = stamp_of(answer) == stamp
         self.saw_as_wanted(answer, stamp)
 
@@ -1739,20 +1735,22 @@ class Memory:
         self.refused_since = None
 
     def is_ahead_of(self, daemonset: dict) -> bool:
-        """Whether this copy of the DaemonSet is older than our last write."""
-        is_same = daemonset["metadata"]["uid"] == self.uid
-        return is_same and generation_of(daemonset) < self.stamp.generation
+        """Whether this copy of the DaemonSet may be older than our last write."""
+        if daemonset["metadata"]["uid"] != self.uid:
+            return False
+        if self.stamp_sticks:
+            return stamp_of(daemonset) != self.stamp
+        return generation_of(daemonset) < self.stamp.generation
 
     def stamp_to_trust(self, daemonset: dict) -> Stamp:
-        """The stamp on the DaemonSet, unless we know better."""
+        """The stamp on the DaemonSet, unless someone has removed or copied it."""
         there = stamp_of(daemonset)
         if daemonset["metadata"]["uid"] != self.uid:
             return NO_STAMP if is_never_written(daemonset) else there
-        if there == NO_STAMP or not self.stamp_sticks:
-            return self.stamp  # someone has removed it
-        if there._replace(generation=self.stamp.generation) == self.stamp:
-            return self.stamp  # it is our last one, perhaps with a generation that plan guessed
-        return there  # it is of a write of ours whose answer was lost
+        is_later = there.generation > self.stamp.generation
+        says_more = there._replace(generation=self.stamp.generation) != self.stamp
+        # Then it is of a write of ours whose answer was lost.
+        return there if is_later and says_more else self.stamp
 
     def refused(self) -> float:
         """Note a refusal. Returns for how many seconds it has lasted."""
@@ -1996,25 +1994,13 @@ class Operator:
             raise ApiError(409, "the SchedExt is gone, but the watch has not said so yet")
 
     def write_daemonset(self, key: Key, observed: Observed, target: dict) -> None:
-        """Write what is planned, and report it."""
-        schedext, have, memory = observed.schedext, observed.daemonset, self.memories[key]
-        old, new = observed.stamp, stamp_of(target)
-        memory.check_pause(new.wish)
-        if have:
-            repairs = is_repair(have, old, new)
-        else:  # it repairs if there was one, which someone has deleted
-            repairs = bool(memory.uid or schedext["status"].get("nodes", {}).get("desired"))
-        answer = self.apply(key, have, target)
-        try:
-            if generation_of(answer) != new.generation:  # plan guessed another one
-                new = new._replace(generation=generation_of(answer))
-                self.apply(key, answer, with_stamp(answer, new))
-        finally:
-            self.report_write(key, observed, answer, repairs)
+        """Create or patch the DaemonSet as planned, and report it.
 
-    def apply(self, key: Key, have: dict | None, target: dict) -> dict:
-        """Create or patch the DaemonSet. Raises Blocked if a refusal belongs in the status."""
-        memory = self.memories[key]
+        Raises Blocked if it is too soon, or if a refusal belongs in the status.
+        """
+        have, stamp, memory = observed.daemonset, stamp_of(target), self.memories[key]
+        memory.check_pause(stamp.wish)
+        had_one = bool(memory.uid or observed.schedext["status"].get("nodes", {}).get("desired"))
         try:
             if have:
                 answer = self.patch(path_to(DAEMONSETS, *key), have, target)
@@ -2024,14 +2010,20 @@ class Operator:
             self.check_refusal(key, error)
             raise
         used_to_stick = memory.stamp_sticks
-        memory.wrote_daemonset(answer, stamp_of(target))
+        memory.wrote_daemonset(answer, stamp)
         if used_to_stick and not memory.stamp_sticks:
             log.warning(
                 "%s/%s: something removes the annotation %s; sked remembers it until it restarts",
                 *key,
                 STAMP,
             )
-        return answer
+        repairs = is_repair(have, observed.stamp, stamp) if have else had_one
+        self.report_write(key, observed, answer, repairs)
+        if memory.stamp != stamp:  # plan guessed another generation
+            # Without a resourceVersion: it is true of our write whatever has happened since.
+            annotations = with_stamp(answer, memory.stamp)["metadata"]["annotations"]
+            body = {"metadata": {"uid": memory.uid, "annotations": {STAMP: annotations[STAMP]}}}
+            self.write("PATCH", path_to(DAEMONSETS, *key), body)
 
     def check_refusal(self, key: Key, error: ApiError) -> None:
         """Raise Blocked if a refusal of the DaemonSet belongs in the status.
@@ -2053,9 +2045,6 @@ class Operator:
         """Log a write of the DaemonSet. If it repairs what others did, send an event."""
         have, memory = observed.daemonset, self.memories[key]
         changes = changed_fields(have, answer) if have else []
-        is_correction = have and not changes and observed.stamp != stamp_of(have)
-        if is_correction:  # only of the generation in the stamp, after a conflict
-            return
         if not repairs:
             memory.wrote_something_new()
             action = f"changed {listed(changes)} of" if changes else "stamped"
@@ -2084,7 +2073,7 @@ class Operator:
             path = path_to(SCHEDEXTS, *key, "status")
             memory.status = status
             self.patch(path, schedext, schedext | {"status": status})
-            memory.wrote()
+            memory.next_status = monotonic() + GATHER_SECONDS
             self.report_status(key, schedext, status)
         wait = next_change_in(summary, unchanged_for, blocked)
         return max(GATHER_SECONDS, wait)  # no busy loop
