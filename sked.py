@@ -164,60 +164,46 @@ Pairs = frozenset  # of (label, value): a selector, or a part of one
 class Claim(NamedTuple):
     """What the other SchedExts must know of one, for instance
 
-        rank (-1, "2026-11-19T08:00:00Z", ("tools", "scx-lavd")), selector {"pool": "latency"}
+        ("tools", "scx-lavd"), (-1, "2026-11-19T08:00:00Z", ...), {"pool": "latency"}, False, False
 
     Where two may meet on a node, the smaller rank wins: the one with more pairs in its selector,
     then the older one, then by namespace and name.
     """
 
+    key: Key
     rank: tuple
     selector: dict
     is_suspended: bool
     is_leaving: bool  # it is being deleted
 
-    def key(self) -> Key:
-        return self.rank[-1]
-
     def name(self) -> str:
-        return "/".join(self.key())
+        return "/".join(self.key)
+
+    def yields_to(self, other: Claim) -> bool:
+        """Whether a node may match both selectors, and the other SchedExt wins there."""
+        if other.rank > self.rank or other.key == self.key:
+            return False
+        # They meet nowhere if they have two values for one label.
+        return self.selector.items() <= (self.selector | other.selector).items()
+
+    def winners(self, others: Iterable[Claim]) -> list[Claim]:
+        return [other for other in others if self.yields_to(other)]
 
 
 def claim_of(schedext: dict) -> Claim:
     """The claim of a SchedExt, which may not have been checked yet."""
-    meta = metadata_of(schedext)
-    spec = schedext.get("spec")
+    key, meta, spec = key_of(schedext), metadata_of(schedext), schedext.get("spec")
     spec = spec if isinstance(spec, dict) else {}
     selector = spec.get("nodeSelector")
     pairs = selector.items() if isinstance(selector, dict) else ()
-    selector = {str(label): str(value) for label, value in pairs}
     created = str(meta.get("creationTimestamp") or "not yet")  # sorts after every timestamp
-    rank = -len(selector), created, key_of(schedext)
-    return Claim(rank, selector, bool(spec.get("suspend")), "deletionTimestamp" in meta)
-
-
-def may_meet(mine: dict, theirs: dict) -> bool:
-    """Whether a node may match both selectors: not if they have two values for one label."""
-    return mine.items() <= (mine | theirs).items()
-
-
-def winners_of(claim: Claim, others: Iterable[Claim]) -> list[Claim]:
-    """Those of the others to which this one yields."""
-    return [
-        other
-        for other in others
-        if other.rank < claim.rank
-        and may_meet(claim.selector, other.selector)
-        and other.key() != claim.key()  # it may be another copy of the same SchedExt
-    ]
-
-
-def losers_of(claim: Claim, others: Iterable[Claim]) -> list[Claim]:
-    """Those of the others that yield to this one."""
-    return [
-        other
-        for other in others
-        if other.rank > claim.rank and may_meet(claim.selector, other.selector)
-    ]
+    return Claim(
+        key=key,
+        rank=(-len(pairs), created, key),
+        selector={str(label): str(value) for label, value in pairs},
+        is_suspended=bool(spec.get("suspend")),
+        is_leaving="deletionTimestamp" in meta,
+    )
 
 
 def twin_of(claim: Claim, winners: list[Claim]) -> Claim | None:
@@ -382,7 +368,7 @@ def build_daemonset(schedext: dict, yields_to: Iterable[dict] = ()) -> dict:
     Raises InvalidSpec, a ValueError, if none can be made.
     """
     others = [claim_of(other) for other in yields_to]
-    return daemonset_beside(winners_of(claim_of(schedext), others), schedext)
+    return daemonset_beside(claim_of(schedext).winners(others), schedext)
 
 
 def daemonset_beside(winners: list[Claim], schedext: dict) -> dict:
@@ -1574,8 +1560,9 @@ class SchedExts(Reflector):
         # moment later, when its pods have begun to end.
         delay = 0.0 if new else GATHER_SECONDS
         for claimant in filter(None, (old_claim, claim)):
-            for loser in losers_of(claimant, others):
-                self.operator.queue.add(loser.key(), delay)
+            for other in others:
+                if other.yields_to(claimant):
+                    self.operator.queue.add(other.key, delay)
 
 
 class DaemonSets(Reflector):
@@ -1962,7 +1949,7 @@ class Operator:
                 daemonset = with_stamp(daemonset, stamp)
             uid = daemonset["metadata"]["uid"]
             pods = [pod for pod in self.pods.values() if pod.daemonset_uid == uid]
-        winners = winners_of(claim_of(schedext), list(self.schedexts.claims.values()))
+        winners = claim_of(schedext).winners(list(self.schedexts.claims.values()))
         return Observed(schedext, daemonset, stamp, pods, winners, memory.is_fighting())
 
     def find_daemonset(self, key: Key, schedext: dict) -> dict | None:
