@@ -179,15 +179,19 @@ class Claim(NamedTuple):
     def name(self) -> str:
         return "/".join(self.key)
 
-    def yields_to(self, other: Claim) -> bool:
-        """Whether a node may match both selectors, and the other SchedExt wins there."""
-        if other.rank > self.rank or other.key == self.key:
-            return False
-        # They meet nowhere if they have two values for one label.
-        return self.selector.items() <= (self.selector | other.selector).items()
+    def rivals(self, others: Iterable[Claim]) -> list[Claim]:
+        """Those of the others that may meet this one on a node, which has one value for a label."""
+        for label, value in self.selector.items():
+            others = [other for other in others if other.selector.get(label, value) == value]
+        return [other for other in others if other.key != self.key]
 
     def winners(self, others: Iterable[Claim]) -> list[Claim]:
-        return [other for other in others if self.yields_to(other)]
+        """Those of the others to which this one yields."""
+        return [rival for rival in self.rivals(others) if rival.rank < self.rank]
+
+    def losers(self, others: Iterable[Claim]) -> list[Claim]:
+        """Those of the others that yield to this one."""
+        return [rival for rival in self.rivals(others) if rival.rank > self.rank]
 
 
 def claim_of(schedext: dict) -> Claim:
@@ -1560,9 +1564,8 @@ class SchedExts(Reflector):
         # moment later, when its pods have begun to end.
         delay = 0.0 if new else GATHER_SECONDS
         for claimant in filter(None, (old_claim, claim)):
-            for other in others:
-                if other.yields_to(claimant):
-                    self.operator.queue.add(other.key, delay)
+            for loser in claimant.losers(others):
+                self.operator.queue.add(loser.key, delay)
 
 
 class DaemonSets(Reflector):
