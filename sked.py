@@ -22,6 +22,7 @@ Words used throughout, with examples:
     key         namespace and name of a SchedExt, and so of its DaemonSet: ("tools", "scx-rusty")
     selector    the nodeSelector of a SchedExt: {"pool": "latency"}
     winner      of two SchedExts that may meet on a node, the one that runs there; the other yields
+    twin        a winner with the same selector: it leaves no node to the other
     placement   which nodes a DaemonSet runs on: its nodeSelector and node affinity
     stamp       an annotation in which sked notes on the DaemonSet what it last wrote
     parked      a DaemonSet whose last change affected only its placement: its strategy is
@@ -88,7 +89,7 @@ API_VERSION = "sked.schedkit.io/v1"
 OURS = {"managed-by": "sked-controller"}  # the label of every DaemonSet and pod that sked makes
 SELECT_OURS = "managed-by=sked-controller"
 FIELD_MANAGER = "sked"  # our name in managedFields
-GATHER_SECONDS = 1.0  # changes are batched for this long before a status is written
+GATHER_SECONDS = 1.0  # for this long, changes are gathered before sked looks at what can wait
 BLOCKED_SECONDS = 60.0  # how soon sked looks again at what only someone else can fix
 
 log = logging.getLogger("sked")
@@ -905,17 +906,12 @@ def merge_patch(before: dict, after: dict) -> dict:
 
 
 def is_repair(have: dict, old: Stamp, new: Stamp) -> bool:
-    """Whether a write undoes what someone else has changed.
+    """Whether a write wants nothing new, so it undoes what someone else has changed.
 
-    It does if it wants nothing new (plan: an empty wish), and does more than end parking. It also
-    does if someone has replaced our DaemonSet by an edited copy: the stamp on it is not to be
-    trusted then.
+    plan notes an empty wish for that, too. The stamp that is there differs from the old one if
+    someone has replaced our DaemonSet by an edited copy.
     """
-    if old == NO_STAMP:
-        return stamp_of(have) != NO_STAMP
-    wants_nothing_new = new.wish in (old.wish, "")
-    only_ends_parking = old.parked and not new.parked and generation_of(have) == old.generation
-    return wants_nothing_new and not only_ends_parking
+    return new.wish in ("", old.wish, stamp_of(have).wish)
 
 
 def different_paths(before: Any, after: Any, path: str) -> Iterator[str]:
@@ -1009,16 +1005,18 @@ def summarize(observed: Observed, unchanged_for: float, now: float) -> Summary:
     waits = [pod.settles_in(now, settle) for pod in pods]
     lacking = counts.desired - counts.current
     missing = lacking if unchanged_for >= SETTLE_SECONDS else 0
+    # The smaller one: pods on lost nodes may still count as up. It may be too low for a moment.
+    ready = max(0, min(len(up), counts.ready) - settling)
+    # Pods on lost nodes may fail, too, but these nodes are not desired.
+    failing = min(counts.desired - ready, len(failing_pods) + missing)
     return Summary(
         desired=counts.desired,
-        # The smaller one: pods on lost nodes may still count as up. It may be too low for a moment.
-        ready=max(0, min(len(up), counts.ready) - settling),
+        ready=ready,
         # Parked pods are of an earlier template, but run what is wanted.
         updated=counts.current if observed.stamp.parked else counts.updated,
-        # Pods on lost nodes fail, too, but their nodes are not desired.
-        failing=min(counts.desired, len(failing_pods) + missing),
+        failing=failing,
         lacking=lacking,
-        failing_pods=tuple(sorted(failing_pods, key=lambda pod: pod.node)),
+        failing_pods=tuple(sorted(failing_pods, key=lambda pod: pod.node)) if failing else (),
         settling=settling,
         next_settles_in=min((wait for wait in waits if wait > 0), default=inf),
     )
@@ -1544,27 +1542,23 @@ class SchedExts(Reflector):
         self.claims = {}  # by key; a pass looks at all of them, so they are kept apart
 
     def changed(self, old: dict | None, new: dict | None) -> None:
-        """Queue the SchedExt and, if its claim to nodes is new or gone, those that yield to it.
-
-        If only its status is new, that can wait. If sked has written it, there is nothing to do.
-        """
+        """Queue the SchedExt and, if its claim to nodes is new or gone, those that yield to it."""
         key = key_of(new or old)
-        old_claim, claim = self.claims.pop(key, None), claim_of(new) if new else None
-        others = list(self.claims.values())
+        is_same_spec = old and new and generation_of(old) == generation_of(new)
+        self.operator.queue.add(key, GATHER_SECONDS if is_same_spec else 0.0)
+        old_claim, claim = self.claims.get(key), claim_of(new) if new else None
         if claim:
             self.claims[key] = claim
-        same_spec = bool(old and new) and generation_of(old) == generation_of(new)
-        if not same_spec:
-            self.operator.queue.add(key, 0.0)
-        elif new["status"] != self.operator.last_status(key):
-            self.operator.queue.add(key, GATHER_SECONDS)
+        else:
+            self.claims.pop(key, None)
         if claim == old_claim or not self.filled.is_set():
             return  # the first list queues every SchedExt
-        # Others leave the nodes of a new winner at once. They return to those of a deleted one a
-        # moment later, when its pods have begun to end.
+        # Others leave the nodes of a new winner at once, and its pods start there at the same time,
+        # so they may fail for some seconds. Others return to the nodes of a deleted one a moment
+        # later, when its pods have begun to end.
         delay = 0.0 if new else GATHER_SECONDS
         for claimant in filter(None, (old_claim, claim)):
-            for loser in claimant.losers(others):
+            for loser in claimant.losers(list(self.claims.values())):
                 self.operator.queue.add(loser.key, delay)
 
 
@@ -1704,7 +1698,6 @@ class Memory:
         self.paused_until = 0.0  # the time of the last repair and the pause after it
         self.pause_message = ""
         # The status:
-        self.status: dict | None = None  # as we last wrote it
         self.next_status = 0.0  # the earliest time for another write of it
         self.counts: tuple | None = None  # of the DaemonSet, as last seen
         self.counts_since = 0.0
@@ -1862,11 +1855,6 @@ class Operator:
 
     def leads(self) -> bool:
         return not self.elector or self.elector.leads()
-
-    def last_status(self, key: Key) -> dict | None:
-        """The status that sked last wrote, if any."""
-        memory = self.memories.get(key)
-        return memory.status if memory else None
 
     def beat(self) -> None:
         """A sign of life of the thread that calls it."""
@@ -2035,15 +2023,18 @@ class Operator:
         """Log a write of the DaemonSet. If it repairs what others did, send an event."""
         have, memory = observed.daemonset, self.memories[key]
         changes = changed_fields(have, answer) if have else []
-        if not repairs:
+        drift, slow_repairs = "", 0
+        if repairs:
+            drift = drift_message(observed, changes, memory.stamp.parked)
+            slow_repairs = memory.repaired(drift)
+        else:
             memory.wrote_something_new()
+        if not drift:
             action = f"changed {listed(changes)} of" if changes else "stamped"
             log.info("%s/%s: %s the DaemonSet", *key, action if have else "created")
             return
-        drift = drift_message(observed, changes, memory.stamp.parked)
-        slow_repairs = memory.repaired(drift)
-        if not drift or slow_repairs > 1:
-            return  # there is nothing to tell, or the status tells about the fight
+        if slow_repairs > 1:
+            return  # the status tells about the fight
         if slow_repairs == 1:
             drift += f" {memory.repairs} times and is backing off"
         log.warning("%s/%s: %s", *key, drift)
@@ -2061,7 +2052,6 @@ class Operator:
             if wait > 0:
                 return wait  # so that a rollout does not write the status for every pod
             path = path_to(SCHEDEXTS, *key, "status")
-            memory.status = status
             self.patch(path, schedext, schedext | {"status": status})
             memory.next_status = monotonic() + GATHER_SECONDS
             self.report_status(key, schedext, status)
