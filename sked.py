@@ -653,6 +653,9 @@ class Stamp(NamedTuple):
     parked: bool
     generation: int  # the one that this write leads to
 
+    def text(self) -> str:
+        return json.dumps(self._asdict())
+
 
 NO_STAMP = Stamp("", "", False, 0)
 
@@ -675,7 +678,7 @@ def is_never_written(daemonset: dict) -> bool:
 
 def with_stamp(daemonset: dict, stamp: Stamp) -> dict:
     meta = daemonset["metadata"]
-    annotations = meta.get("annotations", {}) | {STAMP: json.dumps(stamp._asdict())}
+    annotations = meta.get("annotations", {}) | {STAMP: stamp.text()}
     return daemonset | {"metadata": meta | {"annotations": annotations}}
 
 
@@ -1709,12 +1712,12 @@ class Memory:
         """Note the API server's answer to a write of the DaemonSet with this stamp."""
         self.next_status = monotonic() + GATHER_SECONDS
         self.stamp_sticks = stamp_of(answer) == stamp
-        self.saw_as_wanted(answer, stamp)
+        self.saw_as_wanted(with_stamp(answer, stamp))
 
-    def saw_as_wanted(self, daemonset: dict, stamp: Stamp) -> None:
-        """Note a DaemonSet that is as sked wants it, with this stamp."""
+    def saw_as_wanted(self, daemonset: dict) -> None:
+        """Note a DaemonSet that is as sked wants it."""
         self.uid = daemonset["metadata"]["uid"]
-        self.stamp = stamp._replace(generation=generation_of(daemonset))
+        self.stamp = stamp_of(daemonset)._replace(generation=generation_of(daemonset))
         self.refused_since = None
 
     def is_ahead_of(self, daemonset: dict) -> bool:
@@ -1922,7 +1925,7 @@ class Operator:
             if target:
                 self.write_daemonset(key, observed, target)
                 return GATHER_SECONDS  # the status follows, once the controller has reacted
-            self.memories[key].saw_as_wanted(observed.daemonset, observed.stamp)
+            self.memories[key].saw_as_wanted(observed.daemonset)
         except InvalidSpec as error:
             blocked = Blocked("Rejected", str(error), look_again=inf)  # until somebody edits it
         except Blocked as error:
@@ -1999,9 +2002,8 @@ class Operator:
         self.report_write(key, observed, answer, repairs)
         if memory.stamp != stamp:  # plan guessed another generation
             # Without a resourceVersion: it is true of our write whatever has happened since.
-            annotations = with_stamp(answer, memory.stamp)["metadata"]["annotations"]
-            body = {"metadata": {"uid": memory.uid, "annotations": {STAMP: annotations[STAMP]}}}
-            self.write("PATCH", path_to(DAEMONSETS, *key), body)
+            metadata = {"uid": memory.uid, "annotations": {STAMP: memory.stamp.text()}}
+            self.write("PATCH", path_to(DAEMONSETS, *key), {"metadata": metadata})
 
     def check_refusal(self, key: Key, error: ApiError) -> None:
         """Raise Blocked if a refusal of the DaemonSet belongs in the status.
