@@ -231,7 +231,7 @@ def affinity(claim: Claim, winners: list[Claim]) -> dict | None:
     "not a=1 and not c=3" or "not b=2 and not c=3": a node is free if, for each winner, it lacks
     one pair, so there is a term (terms are ORed) for each way to pick one pair of every winner.
     """
-    # None is empty: a winner has at least as many pairs, so without one of its own it is a twin.
+    # None is empty: a winner has at least as many pairs, and here none of them is a twin.
     extras = {Pairs(winner.selector.items() - claim.selector.items()) for winner in winners}
     if not extras:
         return None
@@ -648,7 +648,7 @@ class Stamp(NamedTuple):
     If it has another generation, someone else has edited it since.
     """
 
-    wish: str  # hash of what build_daemonset made; empty if that is still to be written
+    wish: str  # hash of what build_daemonset made; empty if plan has put that off
     runs: str  # hash of the part of it that pods must restart for
     parked: bool
     generation: int  # the one that this write leads to
@@ -671,7 +671,7 @@ def stamp_of(daemonset: dict) -> Stamp:
 
 
 def is_never_written(daemonset: dict) -> bool:
-    """Whether sked never wrote it: then its stamp, if any, was copied from another DaemonSet."""
+    """Whether sked never wrote it: then its stamp is a copy, as kubectl replace --force makes."""
     writers = [entry.get("manager") for entry in daemonset["metadata"].get("managedFields", ())]
     return bool(writers) and FIELD_MANAGER not in writers
 
@@ -699,7 +699,7 @@ def digest_of_runs(wanted: dict, have: dict | None) -> str:
 
 # ---------------------------------------------------------------- the plan
 
-# What sked owns at each level, beside placement and containers: it is as wanted, or absent.
+# What sked owns at each level, apart from placement and containers: it is as wanted, or absent.
 OWN_DAEMONSET_FIELDS = ("selector", *DAEMONSET_FIELDS)
 OWN_POD_FIELDS = (*POD_FIELDS, "volumes")
 OWN_CONTAINER_FIELDS = ("image", "command", *CONTAINER_FIELDS, "securityContext", "volumeMounts")
@@ -771,7 +771,7 @@ def is_rolled_out(daemonset: dict, pods: list[Pod]) -> bool:
     return len(revisions_of(pods)) == 1 and (all_updated or has_current_pod(daemonset, pods))
 
 
-def moves(have: dict, wanted: dict) -> bool:
+def placement_differs(have: dict, wanted: dict) -> bool:
     """Whether the wanted placement differs from the present one."""
     old, new = pod_spec(have), pod_spec(wanted)
     return any(old.get(field) != new.get(field) for field in PLACEMENT_FIELDS)
@@ -786,8 +786,8 @@ def needs_parking(observed: Observed, wanted: dict) -> bool:
     if is_observed(have) and not pods and not any(counts_of(have)):
         return False  # no pod could restart, so this also ends parking
     if observed.stamp.parked:
-        return True  # its pods are of an earlier template; plan ends that when it can
-    if not moves(have, wanted):
+        return True  # its pods are of an earlier template, and stay as they are
+    if not placement_differs(have, wanted):
         return False  # the template stays as it is
     if not is_observed(have):
         raise Blocked("RollingOut", "waiting for the DaemonSet controller", GATHER_SECONDS)
@@ -839,7 +839,7 @@ def merged_spec(have: dict, wanted: dict, parked: bool, with_template: bool) -> 
         pod["containers"] = []
         for container in wanted_pod["containers"]:
             target = there.get(container["name"], {})
-            # The second set is for the probe, of which sked owns every field.
+            # Of the probe sked owns every field that it sets, such as startupProbe.
             set_fields(target, container, {*OWN_CONTAINER_FIELDS} | container.keys())
             pod["containers"].append(target)
     return spec
@@ -865,7 +865,7 @@ def plan(observed: Observed) -> dict | None:
         # With another strategy, the controller may have made pods from the edit already.
         is_on_delete = have["spec"]["updateStrategy"]["type"] == "OnDelete"
         parked = old.parked and (is_on_delete or not has_current_pod(have, observed.pods))
-        if wish != old.wish and moves(have, wanted) and not observed.is_fighting:
+        if wish != old.wish and placement_differs(have, wanted) and not observed.is_fighting:
             # Other nodes are wanted, too, but it is too late for parking: pods may have been
             # replaced after the edit. So undo the edit, but keep the placement that is there, and
             # note no wish: then the next pass, which can park, writes the new placement in any
@@ -880,6 +880,7 @@ def plan(observed: Observed) -> dict | None:
         parked = needs_parking(observed, wanted)
     spec = have["spec"]
     if is_edited or (wish, runs, parked) != (old.wish, old.runs, old.parked):
+        # What admission made of the template stays, unless pods must restart or it was edited.
         spec = merged_spec(spec, wanted["spec"], parked, with_template=is_edited or must_restart)
     if spec != have["spec"] and not is_edited:
         # A guess: the API server should raise it. If an edit is undone, it may not, as the spec may
@@ -1069,13 +1070,17 @@ def failing_message(observed: Observed, summary: Summary) -> str:
     return message
 
 
+def is_mixed(observed: Observed) -> bool:
+    """Whether its pods are of several templates although they should not be."""
+    return len(revisions_of(observed.pods)) > 1 and not observed.stamp.parked
+
+
 def rolling_message(observed: Observed, summary: Summary) -> str:
     daemonset = observed.daemonset
     namespace, name = key_of(observed.schedext)
     message = f"ready on {summary.ready} of {summary.desired} nodes, updated on {summary.updated}"
     strategy = daemonset["spec"].get("updateStrategy", {}).get("type")
-    is_mixed = len(revisions_of(observed.pods)) > 1 and not observed.stamp.parked
-    if summary.updated >= summary.desired and is_mixed:
+    if summary.updated >= summary.desired and is_mixed(observed):
         message += "; waiting for the last old pods to go"
     elif summary.settling:
         message += f"; waiting for the pods to stay up for {settle_seconds(daemonset):.0f} s"
@@ -1104,8 +1109,7 @@ def ready_reason(observed: Observed, summary: Summary) -> Problem:
         return "NoNodes", no_nodes_message(claim, winners)
     if summary.failing:
         return "NodesFailing", failing_message(observed, summary)
-    is_mixed = len(revisions_of(observed.pods)) > 1 and not parked
-    if summary.ready < desired or summary.updated < desired or is_mixed:
+    if summary.ready < desired or summary.updated < desired or is_mixed(observed):
         return "RollingOut", rolling_message(observed, summary)
     message = f"running on {desired} of {desired} nodes"
     if parked:
@@ -1448,7 +1452,8 @@ class Reflector:
         short_watches = 0  # in a row
         while not self.operator.stop.is_set():
             started = monotonic()
-            resume_at, version = version, ""  # it stays empty if there is an error
+            resume_at = version
+            version = ""  # it stays empty if there is an error
             try:
                 version = self.watch_from(resume_at or self.list_all())
             except ApiError as error:
@@ -1459,7 +1464,7 @@ class Reflector:
                 log.exception("%s: unexpected error in the watch loop", self.name)
             if monotonic() > started + RECONNECT_SECONDS:
                 short_watches = 0
-                continue
+                continue  # resume at once
             # A watch that did not last counts as a failure: some proxies end each watch at once.
             short_watches += 1
             self.operator.stop.wait(backoff(short_watches, RECONNECT_SECONDS))
@@ -1610,7 +1615,7 @@ class WorkQueue:
         self.busy = set()
         self.failures = {}  # by key: their kind, and how many in a row
         self.closed = False
-        self.condition = threading.Condition()  # whose lock the methods may take again
+        self.condition = threading.Condition()  # its lock is re-entrant
 
     def add(self, key: Key, after: float = 0.0) -> None:
         """Work on a key after this many seconds (inf: never), or sooner if it is due sooner."""
@@ -1692,13 +1697,13 @@ class Memory:
     def __init__(self, schedext: dict) -> None:
         self.schedext_uid = schedext["metadata"]["uid"]
         # The DaemonSet, as we last wrote it or found it as it should be:
-        self.uid = ""
+        self.daemonset_uid = ""
         self.stamp = NO_STAMP
         self.stamp_sticks = True  # False if something strips the stamp from what we write
         # Trouble with writing it, by monotonic():
         self.refused_since: float | None = None
         self.repairs = 0  # of what others changed, in a row
-        self.paused_until = 0.0  # the time of the last repair and the pause after it
+        self.paused_until = 0.0  # no repair before this
         self.pause_message = ""
         # The status:
         self.next_status = 0.0  # the earliest time for another write of it
@@ -1716,13 +1721,13 @@ class Memory:
 
     def saw_as_wanted(self, daemonset: dict) -> None:
         """Note a DaemonSet that is as sked wants it."""
-        self.uid = daemonset["metadata"]["uid"]
+        self.daemonset_uid = daemonset["metadata"]["uid"]
         self.stamp = stamp_of(daemonset)._replace(generation=generation_of(daemonset))
         self.refused_since = None
 
     def is_ahead_of(self, daemonset: dict) -> bool:
         """Whether this copy of the DaemonSet may be older than our last write."""
-        if daemonset["metadata"]["uid"] != self.uid:
+        if daemonset["metadata"]["uid"] != self.daemonset_uid:
             return False
         if self.stamp_sticks:
             return stamp_of(daemonset) != self.stamp
@@ -1731,7 +1736,7 @@ class Memory:
     def stamp_to_trust(self, daemonset: dict) -> Stamp:
         """The stamp on the DaemonSet, unless someone has removed or copied it."""
         there = stamp_of(daemonset)
-        if daemonset["metadata"]["uid"] != self.uid:
+        if daemonset["metadata"]["uid"] != self.daemonset_uid:
             return NO_STAMP if is_never_written(daemonset) else there
         is_later = there.generation > self.stamp.generation
         says_more = there._replace(generation=self.stamp.generation) != self.stamp
@@ -1959,7 +1964,7 @@ class Operator:
         if found:
             is_doubtful = not controller_of(found) or memory.is_ahead_of(found)
         else:
-            is_doubtful = bool(schedext["status"] or memory.uid)  # sked may have made one
+            is_doubtful = bool(schedext["status"] or memory.daemonset_uid)  # sked may have made one
         if not is_doubtful and not self.queue.has_failed(key):
             return found
         found = self.api.get(path_to(DAEMONSETS, *key))
@@ -1981,7 +1986,9 @@ class Operator:
         """
         have, stamp, memory = observed.daemonset, stamp_of(target), self.memories[key]
         memory.check_pause(stamp.wish)
-        had_one = bool(memory.uid or observed.schedext["status"].get("nodes", {}).get("desired"))
+        had_one = bool(
+            memory.daemonset_uid or observed.schedext["status"].get("nodes", {}).get("desired")
+        )
         try:
             if have:
                 answer = self.patch(path_to(DAEMONSETS, *key), have, target)
@@ -2002,7 +2009,7 @@ class Operator:
         self.report_write(key, observed, answer, repairs)
         if memory.stamp != stamp:  # plan guessed another generation
             # Without a resourceVersion: it is true of our write whatever has happened since.
-            metadata = {"uid": memory.uid, "annotations": {STAMP: memory.stamp.text()}}
+            metadata = {"uid": memory.daemonset_uid, "annotations": {STAMP: memory.stamp.text()}}
             self.write("PATCH", path_to(DAEMONSETS, *key), {"metadata": metadata})
 
     def check_refusal(self, key: Key, error: ApiError) -> None:
@@ -2127,7 +2134,7 @@ class Elector:
         self.path = path_to(LEASES, namespace, LEASE_NAME)
         self.identity = f"{socket.gethostname()}_{uuid.uuid4()}"
         self.lease = self.no_lease = {"metadata": {"name": LEASE_NAME, "namespace": namespace}}
-        self.is_current = False  # True after our own PUT: then the next renewal needs no GET
+        self.is_current = False  # whether it is as our last PUT left it: a renewal needs no GET
         self.observed_at = 0.0  # when the lease was seen to change
         self.renewed_at: float | None = None  # when we sent the last PUT that succeeded
         self.has_led = False

@@ -4277,7 +4277,7 @@ def test_no_daemonset_is_made_or_adopted_for_a_schedext_that_is_gone(
 ):
     operator = sked.Operator(mocker.Mock())
     operator.memories[ONE] = sked.Memory(given())
-    operator.memories[ONE].uid = made
+    operator.memories[ONE].daemonset_uid = made
     schedext = None if there is None else merge(given(), {"metadata": there})
     daemonset = None if have is None else merge(STORED, {"metadata": have})
     if daemonset:
@@ -4306,7 +4306,7 @@ def test_a_cached_daemonset_that_is_older_than_our_last_write_is_not_believed(mo
 def test_after_a_create_without_an_answer_the_stamp_that_is_there_is_trusted(mocker):
     operator = sked.Operator(mocker.Mock())
     memory = operator.memories[ONE] = sked.Memory(given())
-    memory.uid = "d-0"  # of the DaemonSet that was there before
+    memory.daemonset_uid = "d-0"  # of the DaemonSet that was there before
     operator.api.request.side_effect = sked.ApiError(0, "no answer")
     seen = sked.Observed(given() | {"status": {}}, None, sked.NO_STAMP, [], [])
     with pytest.raises(sked.ApiError):
