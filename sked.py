@@ -1740,7 +1740,7 @@ class Memory:
             return NO_STAMP if is_never_written(daemonset) else there
         is_later = there.generation > self.stamp.generation
         says_more = there._replace(generation=self.stamp.generation) != self.stamp
-        # Then it is of a write of ours whose answer was lost.
+        # Then another sked has written it, or our last write has never arrived.
         return there if is_later and says_more else self.stamp
 
     def refused(self) -> float:
@@ -1995,6 +1995,9 @@ class Operator:
             else:
                 answer = trimmed(self.write("POST", path_to(DAEMONSETS, key[0]), target))
         except ApiError as error:
+            if error.is_outage():
+                # It may have been written, but nobody knows whether that raised the generation.
+                memory.stamp = stamp._replace(generation=0)
             self.check_refusal(key, error)
             raise
         used_to_stick = memory.stamp_sticks

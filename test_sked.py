@@ -3873,6 +3873,23 @@ def test_the_stamp_of_a_daemonset_that_was_found_as_it_should_be_is_known_if_it_
     assert operator.memories[key].stamp_to_trust(without) == sked.stamp_of(stamped(STORED))
 
 
+def test_after_a_lost_answer_an_edit_is_not_taken_for_our_own_write(mocker):
+    """Our write set a field to its default, so it did not raise the generation; the edit did."""
+    operator = sked.Operator(mocker.Mock())
+    have, target = stamped(STORED), stamped(STORED, wish="new", generation=2)
+    obj = given() | {"status": {}}
+    memory = operator.memories[ONE] = sked.Memory(obj)
+    memory.wrote_daemonset(have, sked.stamp_of(have))
+    operator.api.request.side_effect = sked.ApiError(0, "no answer")
+    with pytest.raises(sked.ApiError, match="no answer"):
+        seen = sked.Observed(obj, have, sked.stamp_of(have), [], [])
+        operator.write_daemonset(ONE, seen, target)
+    edited = merge(target, LATER)
+    assert memory.is_ahead_of(edited)  # so sked asks the API server
+    assert memory.stamp_to_trust(edited).generation != 2
+    assert memory.stamp_to_trust(have) == sked.stamp_of(have)  # if the write never arrived
+
+
 def test_what_another_sked_has_stamped_is_believed():
     memory = sked.Memory(given())
     memory.wrote_daemonset(stamped(STORED), sked.stamp_of(stamped(STORED)))
