@@ -21,7 +21,8 @@ that no SchedExt sets (initContainers, hostNetwork, lifecycle hooks, ...) are le
 Words used throughout, with examples:
     key         namespace and name of a SchedExt, and so of its DaemonSet: ("tools", "scx-rusty")
     selector    the nodeSelector of a SchedExt: {"pool": "latency"}
-    winner      of two SchedExts that may meet on a node, the one that runs there; the other yields
+    winner      a kernel runs one scheduler: of two SchedExts that may meet on a node, the one that
+                runs there; the other yields
     twin        a winner with the same selector: it leaves no node to the other
     placement   which nodes a DaemonSet runs on: its nodeSelector and node affinity
     stamp       an annotation in which sked notes on the DaemonSet what it last wrote
@@ -89,7 +90,7 @@ API_VERSION = "sked.schedkit.io/v1"
 OURS = {"managed-by": "sked-controller"}  # the label of every DaemonSet and pod that sked makes
 SELECT_OURS = "managed-by=sked-controller"
 FIELD_MANAGER = "sked"  # our name in managedFields
-GATHER_SECONDS = 1.0  # for this long, changes are gathered before sked looks at what can wait
+GATHER_SECONDS = 1.0  # changes that can wait are gathered for this long before sked looks at them
 BLOCKED_SECONDS = 60.0  # how soon sked looks again at what only someone else can fix
 
 log = logging.getLogger("sked")
@@ -181,7 +182,7 @@ class Claim(NamedTuple):
         return "/".join(self.key)
 
     def rivals(self, others: Iterable[Claim]) -> list[Claim]:
-        """Those of the others that may meet this one on a node, which has one value for a label."""
+        """Those of the others that may meet this one on a node: a label has one value there."""
         for label, value in self.selector.items():
             others = [other for other in others if other.selector.get(label, value) == value]
         return [other for other in others if other.key != self.key]
@@ -231,7 +232,7 @@ def affinity(claim: Claim, winners: list[Claim]) -> dict | None:
     "not a=1 and not c=3" or "not b=2 and not c=3": a node is free if, for each winner, it lacks
     one pair, so there is a term (terms are ORed) for each way to pick one pair of every winner.
     """
-    # None is empty: a winner has at least as many pairs, and here none of them is a twin.
+    # No extra is empty: a winner has at least as many pairs, and here none of them is a twin.
     extras = {Pairs(winner.selector.items() - claim.selector.items()) for winner in winners}
     if not extras:
         return None
@@ -498,7 +499,7 @@ class Pod(NamedTuple):
     template_generation: str  # which change of the template that was: the DaemonSet counts them
     started: str  # when its containers started, by the node's clock; empty unless all of them run
     is_up: bool  # all of sked's containers are running and ready
-    up_since: float | None  # when it came up, by monotonic(); None until it does
+    up_since: float | None  # when it came up after its last start, by monotonic(); or None
     reason: str  # of its last failure, even if it is up again
     message: str
 
@@ -562,7 +563,7 @@ def probe_problem(probe: dict, where: str) -> Problem:
 
 
 def scx_had_settled(scx: dict, probe: dict) -> bool:
-    """Whether scx runs, and had settled when the probe ended."""
+    """Whether scx runs, and had settled when the probe ended: then its own last crash is over."""
     started = scx["state"].get("running", {}).get("startedAt")
     ended = last_end(probe).get("finishedAt")  # null if the kubelet lost the container
     if not started or not ended:
@@ -587,7 +588,7 @@ def pod_problem(meta: dict, status: dict, containers: dict) -> Problem:
 
 
 def came_up_at(started: str, is_up: bool, old: Pod | None, now: float) -> float | None:
-    """When the containers of a pod came up, by monotonic(); None if they never did."""
+    """When the containers of a pod came up, by monotonic(); None until they do."""
     if old and old.up_since is not None and old.started == started:
         return old.up_since  # they have not restarted since, even if unready for a moment
     if not is_up:
@@ -643,12 +644,15 @@ class Stamp(NamedTuple):
 
         {"wish": "5f0c...", "runs": "91be...", "parked": false, "generation": 4}
 
-    If build_daemonset makes something with another hash now, sked wants something new. If not, and
-    the DaemonSet still has this generation, it is as sked left it, whatever admission made of that.
+    If sked wants a DaemonSet with another hash now, it wants something new. If not, and the
+    DaemonSet still has this generation, it is as sked left it, whatever admission made of that.
     If it has another generation, someone else has edited it since.
+
+    plan guesses the generation, and sked corrects it when the API server has answered. One that is
+    too low is safe: sked takes its own write for an edit and writes again. 0 means unknown.
     """
 
-    wish: str  # hash of what build_daemonset made; empty if plan has put that off
+    wish: str  # hash of the DaemonSet that sked wanted; empty makes the next pass write again
     runs: str  # hash of the part of it that pods must restart for
     parked: bool
     generation: int  # the one that this write leads to
@@ -699,7 +703,7 @@ def digest_of_runs(wanted: dict, have: dict | None) -> str:
 
 # ---------------------------------------------------------------- the plan
 
-# What sked owns at each level, apart from placement and containers: it is as wanted, or absent.
+# The fields that sked sets to what is wanted, or removes, apart from placement and containers:
 OWN_DAEMONSET_FIELDS = ("selector", *DAEMONSET_FIELDS)
 OWN_POD_FIELDS = (*POD_FIELDS, "volumes")
 OWN_CONTAINER_FIELDS = ("image", "command", *CONTAINER_FIELDS, "securityContext", "volumeMounts")
@@ -721,10 +725,7 @@ def pod_spec(daemonset: dict) -> dict:
 
 
 def check_control(schedext: dict, daemonset: dict) -> None:
-    """Raise Blocked if the DaemonSet is being deleted, or another owner controls it.
-
-    One that has our label and no owner is adopted.
-    """
+    """Raise Blocked unless the DaemonSet is ours, or has our label and no owner: it is adopted."""
     namespace, name = key_of(schedext)
     meta = daemonset["metadata"]
     owner = controller_of(daemonset)
@@ -765,9 +766,10 @@ def is_rolled_out(daemonset: dict, pods: list[Pod]) -> bool:
     all_updated = 0 < counts.current == counts.updated
     if all_updated and not counts.misscheduled:
         return True
-    # The counts leave out misscheduled pods, those on lost and tainted nodes. Then all pods must be
-    # alike (revision), and the counts or one of the pods must say that they are current. A pod of
-    # an older generation may be current, too: when the template was changed and changed back.
+    # The counts leave out misscheduled pods, which are on lost and tainted nodes. With such pods,
+    # all pods must have one revision, and the counts or the generation of one pod must show that it
+    # is the current one. (The generations alone would not do: if the template was changed and
+    # changed back, current pods may have an older one.)
     return len(revisions_of(pods)) == 1 and (all_updated or has_current_pod(daemonset, pods))
 
 
@@ -862,18 +864,18 @@ def plan(observed: Observed) -> dict | None:
     if must_restart:
         parked = False
     elif is_edited:
-        # With another strategy, the controller may have made pods from the edit already.
+        # If the edit set another strategy, the controller may have made pods from it already.
         is_on_delete = have["spec"]["updateStrategy"]["type"] == "OnDelete"
         parked = old.parked and (is_on_delete or not has_current_pod(have, observed.pods))
         if wish != old.wish and placement_differs(have, wanted) and not observed.is_fighting:
             # Other nodes are wanted, too, but it is too late for parking: pods may have been
-            # replaced after the edit. So undo the edit, but keep the placement that is there, and
-            # note no wish: then the next pass, which can park, writes the new placement in any
-            # case. (In a fight, there would be another edit by then.)
+            # replaced after the edit. So undo the edit, but keep the placement that is there. The
+            # empty wish makes the next pass, which can park, write the new placement. (In a fight,
+            # there would be another edit by then.)
             wish = ""
             set_fields(pod_spec(wanted), pod_spec(have), PLACEMENT_FIELDS)
     elif wish == old.wish:
-        # Parking ends once there are pods, and all of them are of the current template anyway.
+        # Parking ends once all pods are of the current template anyway. Without pods, it can stay.
         is_over = observed.pods and is_observed(have) and is_rolled_out(have, observed.pods)
         parked = old.parked and not is_over
     else:
@@ -883,10 +885,8 @@ def plan(observed: Observed) -> dict | None:
         # What admission made of the template stays, unless pods must restart or it was edited.
         spec = merged_spec(spec, wanted["spec"], parked, with_template=is_edited or must_restart)
     if spec != have["spec"] and not is_edited:
-        # A guess: the API server should raise it. If an edit is undone, it may not, as the spec may
-        # differ only in defaults, and a number that is too high could hide an edit. One that is too
-        # low is safe: if sked restarts now, it takes its own write for an edit. The answer tells
-        # the true number, and write_daemonset corrects the stamp at once.
+        # A guess: the write raises it. If it undoes an edit, it may restore only defaults, which
+        # does not, and a number that is too high could hide the next edit.
         generation += 1
     target = have | {"metadata": merged_metadata(have, wanted), "spec": spec}
     target = with_stamp(target, Stamp(wish, runs, parked, generation))
@@ -910,12 +910,13 @@ def merge_patch(before: dict, after: dict) -> dict:
 
 
 def is_repair(have: dict, old: Stamp, new: Stamp) -> bool:
-    """Whether a write wants nothing new, so it undoes what someone else has changed.
+    """Whether a write wants nothing new: then it undoes what someone else has changed.
 
-    plan notes an empty wish for that, too. The stamp that is there differs from the old one if
-    someone has replaced our DaemonSet by an edited copy.
+    (Or it ends parking, which drift_message knows.)
     """
-    return new.wish in ("", old.wish, stamp_of(have).wish)
+    put_off = ""  # plan undoes an edit first
+    copied = stamp_of(have).wish  # not the old one if someone has replaced it by an edited copy
+    return new.wish in (put_off, old.wish, copied)
 
 
 def different_paths(before: Any, after: Any, path: str) -> Iterator[str]:
@@ -936,7 +937,7 @@ def changed_fields(before: dict, after: dict) -> list[str]:
         old, new = before["metadata"].get(field, default), after["metadata"].get(field, default)
         paths += different_paths(old, new, f"metadata.{field}")
     if stamp_of(before) == NO_STAMP:
-        paths.append(f"metadata.annotations.{STAMP}")  # it was removed
+        paths.append(f"metadata.annotations.{STAMP}")  # it is missing
     return paths
 
 
@@ -1009,7 +1010,7 @@ def summarize(observed: Observed, unchanged_for: float, now: float) -> Summary:
     waits = [pod.settles_in(now, settle) for pod in pods]
     lacking = counts.desired - counts.current
     missing = lacking if unchanged_for >= SETTLE_SECONDS else 0
-    # The smaller one: pods on lost nodes may still count as up. It may be too low for a moment.
+    # The smaller number: pods on lost nodes may still count as up. It may be low for a moment.
     ready = max(0, min(len(up), counts.ready) - settling)
     # Pods on lost nodes may fail, too, but these nodes are not desired.
     failing = min(counts.desired - ready, len(failing_pods) + missing)
@@ -1079,7 +1080,7 @@ def rolling_message(observed: Observed, summary: Summary) -> str:
     daemonset = observed.daemonset
     namespace, name = key_of(observed.schedext)
     message = f"ready on {summary.ready} of {summary.desired} nodes, updated on {summary.updated}"
-    strategy = daemonset["spec"].get("updateStrategy", {}).get("type")
+    strategy = daemonset["spec"]["updateStrategy"]["type"]
     if summary.updated >= summary.desired and is_mixed(observed):
         message += "; waiting for the last old pods to go"
     elif summary.settling:
@@ -1093,13 +1094,13 @@ def rolling_message(observed: Observed, summary: Summary) -> str:
 def ready_reason(observed: Observed, summary: Summary) -> Problem:
     """Reason and message of the Ready condition if the DaemonSet is as it should be."""
     claim, winners, daemonset = claim_of(observed.schedext), observed.winners, observed.daemonset
-    desired, parked = summary.desired, observed.stamp.parked
+    desired = summary.desired
     twin = twin_of(claim, winners)
     if twin and not claim.is_suspended:
         if twin.is_leaving:
             return "RollingOut", f"waiting for SchedExt {twin.name()} to be deleted"
         return "Conflict", conflict_message(twin)
-    if not daemonset or not is_observed(daemonset):
+    if not is_observed(daemonset):
         return "RollingOut", "waiting for the DaemonSet controller"
     if claim.is_suspended:
         if left := counts_of(daemonset).misscheduled:
@@ -1112,7 +1113,7 @@ def ready_reason(observed: Observed, summary: Summary) -> Problem:
     if summary.ready < desired or summary.updated < desired or is_mixed(observed):
         return "RollingOut", rolling_message(observed, summary)
     message = f"running on {desired} of {desired} nodes"
-    if parked:
+    if observed.stamp.parked:
         message += "; parked: only the choice of nodes has changed, so running pods were kept"
     return "AllReady", message
 
@@ -1302,7 +1303,7 @@ def package_errors() -> Iterator[list[str]]:
 
 
 class Api:
-    """Plain dicts to and from the API server; whatever goes wrong is an ApiError."""
+    """Plain dicts to and from the API server; a request that goes wrong is an ApiError."""
 
     def __init__(self, configure: Callable[[], Configuration]) -> None:
         self.configure = configure
@@ -1738,10 +1739,11 @@ class Memory:
         there = stamp_of(daemonset)
         if daemonset["metadata"]["uid"] != self.daemonset_uid:
             return NO_STAMP if is_never_written(daemonset) else there
+        # One that differs from ours only in its generation is ours: we know the true one. Another
+        # later one is of another sked, or of our own earlier write if the last has never arrived.
+        is_ours = there._replace(generation=self.stamp.generation) == self.stamp
         is_later = there.generation > self.stamp.generation
-        says_more = there._replace(generation=self.stamp.generation) != self.stamp
-        # Then another sked has written it, or our last write has never arrived.
-        return there if is_later and says_more else self.stamp
+        return there if is_later and not is_ours else self.stamp
 
     def refused(self) -> float:
         """Note a refusal. Returns for how many seconds it has lasted."""
@@ -1750,7 +1752,7 @@ class Memory:
             self.refused_since = now
         return now - self.refused_since
 
-    def repaired(self, drift: str) -> int:
+    def count_repair(self, drift: str) -> int:
         """Note what our last write undid; empty if it was nothing that sked owns.
 
         Another controller, webhook or script may keep setting another value. sked never gives up,
@@ -1932,7 +1934,7 @@ class Operator:
                 return GATHER_SECONDS  # the status follows, once the controller has reacted
             self.memories[key].saw_as_wanted(observed.daemonset)
         except InvalidSpec as error:
-            blocked = Blocked("Rejected", str(error), look_again=inf)  # until somebody edits it
+            blocked = Blocked("Rejected", str(error), look_again=inf)  # until a SchedExt changes
         except Blocked as error:
             blocked = error
         return self.update_status(key, observed, blocked)
@@ -1996,7 +1998,7 @@ class Operator:
                 answer = trimmed(self.write("POST", path_to(DAEMONSETS, key[0]), target))
         except ApiError as error:
             if error.is_outage():
-                # It may have been written, but nobody knows whether that raised the generation.
+                # If the write has arrived, plan will take it for an edit and write again.
                 memory.stamp = stamp._replace(generation=0)
             self.check_refusal(key, error)
             raise
@@ -2008,8 +2010,8 @@ class Operator:
                 *key,
                 STAMP,
             )
-        repairs = is_repair(have, observed.stamp, stamp) if have else had_one
-        self.report_write(key, observed, answer, repairs)
+        is_a_repair = is_repair(have, observed.stamp, stamp) if have else had_one
+        self.report_write(key, observed, answer, is_a_repair)
         if memory.stamp != stamp:  # plan guessed another generation
             # Without a resourceVersion: it is true of our write whatever has happened since.
             metadata = {"uid": memory.daemonset_uid, "annotations": {STAMP: memory.stamp.text()}}
@@ -2031,14 +2033,14 @@ class Operator:
             next_try = max(GATHER_SECONDS, min(lasted, BLOCKED_SECONDS))
             raise Blocked("Rejected", message, next_try) from error
 
-    def report_write(self, key: Key, observed: Observed, answer: dict, repairs: bool) -> None:
+    def report_write(self, key: Key, observed: Observed, answer: dict, is_a_repair: bool) -> None:
         """Log a write of the DaemonSet. If it repairs what others did, send an event."""
         have, memory = observed.daemonset, self.memories[key]
         changes = changed_fields(have, answer) if have else []
         drift, slow_repairs = "", 0
-        if repairs:
+        if is_a_repair:
             drift = drift_message(observed, changes, memory.stamp.parked)
-            slow_repairs = memory.repaired(drift)
+            slow_repairs = memory.count_repair(drift)
         else:
             memory.wrote_something_new()
         if not drift:
@@ -2397,7 +2399,7 @@ def render(file: str) -> str:
     for schedext in schedexts:
         try:
             daemonsets.append(build_daemonset(schedext, schedexts))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError) as error:  # TypeError: a date cannot be a key in JSON
             name = key_of(schedext)[1] or "?"
             raise ValueError(f"{source}: SchedExt {name}: {error}") from None
     return yaml.safe_dump_all(daemonsets, sort_keys=False)

@@ -3790,18 +3790,18 @@ def test_repairs_are_paced_after_six_and_the_fight_is_over_after_a_quiet_minute(
     memory = sked.Memory(given())
     for _ in range(7):
         memory.check_pause("")
-        memory.repaired("an edit")
+        memory.count_repair("an edit")
     for seconds in (10.0, 20.0, 30.0):
         with pytest.raises(sked.Blocked, match="the last time, an edit") as pause:
             memory.check_pause("")
         assert pause.value.look_again == seconds
         clock.return_value += seconds + 59.0  # not quiet for long enough
         memory.check_pause("")
-        memory.repaired("an edit")
+        memory.count_repair("an edit")
     clock.return_value += 40.0 + 61.0
     for _ in range(7):
         memory.check_pause("")
-        memory.repaired("an edit")
+        memory.count_repair("an edit")
     with pytest.raises(sked.Blocked):
         memory.check_pause("")
     memory.wrote_something_new()
