@@ -191,10 +191,6 @@ class Claim(NamedTuple):
         """Those of the others to which this one yields."""
         return [rival for rival in self.rivals(others) if rival.rank < self.rank]
 
-    def losers(self, others: Iterable[Claim]) -> list[Claim]:
-        """Those of the others that yield to this one."""
-        return [rival for rival in self.rivals(others) if rival.rank > self.rank]
-
 
 def claim_of(schedext: dict) -> Claim:
     """The claim of a SchedExt, which may not have been checked yet."""
@@ -344,15 +340,12 @@ def check_spec(schedext: dict) -> None:
     meta, spec = metadata_of(schedext), schedext.get("spec")
     if schedext.get("apiVersion", API_VERSION) != API_VERSION:
         raise InvalidSpec(f"apiVersion must be {API_VERSION}, not {schedext['apiVersion']}")
-    if not meta.get("name"):
-        raise InvalidSpec("metadata.name is missing")
-    if not isinstance(meta["name"], str):
-        raise InvalidSpec(f"metadata.name must be text: write it in quotes, '{meta['name']}'")
-    part = "[a-z0-9]([a-z0-9-]*[a-z0-9])?"
-    if len(meta["name"]) > 63 or not re.fullmatch(rf"{part}(\.{part})*", meta["name"]):
+    name, part = meta.get("name"), "[a-z0-9]([a-z0-9-]*[a-z0-9])?"
+    is_text = isinstance(name, str) and len(name) <= 63
+    if not is_text or not re.fullmatch(rf"{part}(\.{part})*", name):
         raise InvalidSpec(
-            f"metadata.name {meta['name']!r} must be at most 63 lower-case letters, digits, "
-            "'-' and '.', beginning and ending with a letter or digit"
+            "metadata.name must be text of at most 63 lower-case letters, digits, '-' and '.', "
+            f"beginning and ending with a letter or digit, not {name!r}"
         )
     if not isinstance(spec, dict) or not spec.get("sched"):
         raise InvalidSpec("spec.sched is missing: it names the image of a scheduler")
@@ -1567,8 +1560,9 @@ class SchedExts(Reflector):
         # later, when its pods have begun to end.
         delay = 0.0 if new else GATHER_SECONDS
         for claimant in filter(None, (old_claim, claim)):
-            for loser in claimant.losers(list(self.claims.values())):
-                self.operator.queue.add(loser.key, delay)
+            for rival in claimant.rivals(list(self.claims.values())):
+                if rival.rank > claimant.rank:
+                    self.operator.queue.add(rival.key, delay)
 
 
 class DaemonSets(Reflector):
@@ -2512,8 +2506,7 @@ def main(argv: list[str] | None = None) -> str | None:
         else:
             run(args)
     except KeyboardInterrupt:
-        hint = " while reading stdin (end it with Ctrl-D)" if args.render == "-" else ""
-        return f"sked: interrupted{hint}"
+        return "sked: interrupted"
     except SETUP_OR_NETWORK_ERRORS as error:
         return f"sked: {' '.join(str(error).split())}"
 
