@@ -194,7 +194,8 @@ class Claim(NamedTuple):
 
 def claim_of(schedext: dict) -> Claim:
     """The claim of a SchedExt, which may not have been checked yet."""
-    key, meta, spec = key_of(schedext), metadata_of(schedext), schedext.get("spec")
+    key, meta = key_of(schedext), metadata_of(schedext)
+    spec = schedext.get("spec")
     spec = spec if isinstance(spec, dict) else {}
     selector = spec.get("nodeSelector")
     pairs = selector.items() if isinstance(selector, dict) else ()
@@ -340,7 +341,8 @@ def check_spec(schedext: dict) -> None:
     meta, spec = metadata_of(schedext), schedext.get("spec")
     if schedext.get("apiVersion", API_VERSION) != API_VERSION:
         raise InvalidSpec(f"apiVersion must be {API_VERSION}, not {schedext['apiVersion']}")
-    name, part = meta.get("name"), "[a-z0-9]([a-z0-9-]*[a-z0-9])?"
+    name = meta.get("name")
+    part = "[a-z0-9]([a-z0-9-]*[a-z0-9])?"
     is_text = isinstance(name, str) and len(name) <= 63
     if not is_text or not re.fullmatch(rf"{part}(\.{part})*", name):
         raise InvalidSpec(
@@ -1548,7 +1550,8 @@ class SchedExts(Reflector):
         key = key_of(new or old)
         is_same_spec = old and new and generation_of(old) == generation_of(new)
         self.operator.queue.add(key, GATHER_SECONDS if is_same_spec else 0.0)
-        old_claim, claim = self.claims.get(key), claim_of(new) if new else None
+        old_claim = self.claims.get(key)
+        claim = claim_of(new) if new else None
         if claim:
             self.claims[key] = claim
         else:
